@@ -61,7 +61,7 @@ def bubbles() -> list[Row]:
         costs = cf.ext.StageCosts.uniform(ranks, f, i, w, send=send)
         found = []
         for name in ("1f1b", "zb-h1", "zb-h2"):
-            found.append(cf.ext.simulate(cf.ext.schedule(name).table(ranks, microbatches), costs).bubble)
+            found.append(cf.ext.simulate(cf.ext.schedule_named(name).table(ranks, microbatches), costs).bubble)
         worst = max(abs(ours - theirs) for ours, theirs in zip(found, published, strict=True))
         figure = " · ".join(f"{ours:.4f} ({theirs:.4f})" for ours, theirs in zip(found, published, strict=True))
         what = f"bubbles of 1F1B, ZB-H1, ZB-H2 (published), {microbatches} microbatches, F {f} ms"
@@ -103,7 +103,7 @@ def searched() -> list[Row]:
         found = []
         for weight_kept in WEIGHT_KEPT:
             costs = cf.ext.StageCosts.uniform(ranks, f, i, w, send=send, weight_kept=weight_kept)
-            table = cf.ext.schedule("auto-span").table(ranks, microbatches, costs, cap_bytes=2 * ranks)
+            table = cf.ext.schedule_named("auto-span").table(ranks, microbatches, costs, cap_bytes=2 * ranks)
             found.append(cf.ext.simulate(table, costs).bubble)
         kept = ", ".join(f"{bubble:.4f} where W keeps {part}" for bubble, part in zip(found, WEIGHT_KEPT, strict=True))
         least = least_s(range(ranks), microbatches, costs, by_span=True)
@@ -134,12 +134,12 @@ def automatic() -> list[Row]:
         pieces = costs_of(seed)
         played = {}
         for name in NAMED:
-            schedule = cf.ext.schedule(name)
+            schedule = cf.ext.schedule_named(name)
             played[name] = cf.ext.simulate(schedule.table(RANKS, MICROBATCHES), pieces.joined(2 // schedule.stages_per_rank))
         for name in NAMED:
             cap = max(played[name].peak_bytes)
             best_s = min(each.makespan_s for each in played.values() if max(each.peak_bytes) <= cap * (1 + 1e-9))
-            table, costs = cf.ext.placed(cf.ext.schedule("auto"), RANKS, MICROBATCHES, pieces, cap)
+            table, costs = cf.ext.placed(cf.ext.schedule_named("auto"), RANKS, MICROBATCHES, pieces, cap)
             gains[name].append(best_s / cf.ext.simulate(table, costs).makespan_s)
             placements[name][_placement(table)] += 1
     rows = []

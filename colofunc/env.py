@@ -219,7 +219,7 @@ def cache_bytes() -> int:
 def memory_limit_bytes() -> int | None:
     """The most memory this process may use: the least of its cgroup limits and the machine's memory."""
     limits = [_number(folder / name) for folder in _cgroups() for name in ("memory.max", "memory.limit_in_bytes")]
-    limits.append(_meminfo_bytes("MemTotal"))
+    limits.append(_machine_bytes())
     known = [limit for limit in limits if limit is not None and limit > 0]
     return min(known, default=None)
 
@@ -263,12 +263,12 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None  # cgroup v2 writes "max" for no limit
 
 
-def _meminfo_bytes(field: str) -> int | None:
+def _machine_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     for line in lines:
-        if line.startswith(field + ":"):
+        if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return None

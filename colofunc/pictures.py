@@ -53,12 +53,12 @@ ACTIONS = {"F": "#4472c4", "B": "#2ca8a0", "I": "#5fc4d6", "W": "#8bb84a"}
 """As in the papers: forward blue, the whole backward and its input gradients blue-green, weight gradients green."""
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 LIGHTER = 0.55
-"""So far towards white is the colour of each further stage of a rank."""
+"""Share of white in the colour of each further stage of a rank."""
 _POINTS_PER_DIGIT = 4.5
 PHASES = {"forward": "#58a55c", "backward": "#e08a3c", "update": "#7b5aa6"}
 _BUDGET = "#d62728"
 FAR = 4
-"""A limit of more than so many times the peak is said and not drawn."""
+"""A limit of more than this many times the peak is said and not drawn."""
 PICTURE_MARK = "colofunc_picture"
 MOST_PICTURE_BYTES = 1 << 26  # a PDF has its metadata at the end
 _MARKED_BY = {".png": "Software", ".svg": "Creator", ".pdf": "Creator", ".ps": "Creator", ".eps": "Creator"}

@@ -49,9 +49,6 @@ def generated(drawn: random.Random) -> dict[str, Any]:
     return call
 
 
-NAMES = "q k v bias scale causal window dropout seed site q_offset k_offset sizes strides offset code least most".split()
-
-
 def forward_args(call: dict[str, Any]) -> tuple[Any, ...]:
     return bound(FORWARD, [call.get("q"), call["k"], call["v"], call.get("bias"), call["scale"]], call)
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 import colofunc as cf
 from colofunc.plugins import build_registry
-from colofunc.plugins.registry import schedule
+from colofunc.plugins.registry import schedule_named
 from colofunc.program.actions import Action, ActionTable, check_table, linear_order
 
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
@@ -189,4 +189,4 @@ def test_mistakes_of_a_schedule_name_it() -> None:
 
 def test_a_name_that_there_is_not() -> None:
     with pytest.raises(cf.PlanError, match=r"there is no pipeline schedule '1fib'; did you mean '1f1b'"):
-        schedule("1fib")
+        schedule_named("1fib")

@@ -21,7 +21,7 @@ from colofunc.compiler.decisions import Decisions, decide
 from colofunc.executors import distributed
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, own_memory
-from colofunc.ops.flat import are_adjacent, flat_of, together
+from colofunc.ops.flat import are_adjacent, as_adjacent, flat_of
 from colofunc.program.check import check_program
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Ref
@@ -157,9 +157,9 @@ def test_what_is_not_donated_is_packed() -> None:
 def test_flat_buffers() -> None:
     buffer, other = torch.arange(6.0), torch.arange(2.0)
     a, b = buffer[:2], buffer[2:].view(2, 2)
-    assert are_adjacent([a, b]) and flat_of([a, b]).data_ptr() == buffer.data_ptr() and together([a, b])[1] is b
+    assert are_adjacent([a, b]) and flat_of([a, b]).data_ptr() == buffer.data_ptr() and as_adjacent([a, b])[1] is b
     assert not are_adjacent([b, a]) and not are_adjacent([a, other])
-    assert flat_of([b, a]).tolist() == [2, 3, 4, 5, 0, 1] and are_adjacent(together([b, a, other, torch.empty(0)]))
+    assert flat_of([b, a]).tolist() == [2, 3, 4, 5, 0, 1] and are_adjacent(as_adjacent([b, a, other, torch.empty(0)]))
 
 
 @pytest.mark.parametrize("lead", [0, 1])

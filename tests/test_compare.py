@@ -16,7 +16,7 @@ from colofunc.compiler.tolerance import Allowed, Reference, bounds_of
 from colofunc.executors import simulated_collectives
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
-from colofunc.program.passes.loop import within
+from colofunc.program.passes.loop import change_bodies
 from colofunc.program.tracing.record import run_node
 from colofunc.program.tracing.trace import trace
 from colofunc.testing import models
@@ -90,6 +90,18 @@ def test_a_training_step_with_dropout_compares_and_consumes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), position)
     assert all(torch.equal(v.full(), before[k]) for k, v in state["params"].items())
     step(state, batch)  # nothing was consumed
+
+
+def test_a_pass_that_is_left_out_is_left_out_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """COLOFUNC_PASSES shows that a pass is at fault."""
+
+    def negated(node: Node, program: Program) -> Node | None:
+        return attrs.evolve(node, target="aten.neg.default") if node.target == "aten.relu.default" else None
+
+    assert not compared(Fault(negated)).equal
+    monkeypatch.setenv("COLOFUNC_PASSES", "-fault")
+    left_out = Fault(negated)
+    assert compared(left_out).equal and left_out.hit == 0
 
 
 @pytest.mark.parametrize("change", [lambda s: cf.accumulate(s, microbatches=2), lambda s: cf.precision(s, "bf16")])
@@ -301,7 +313,7 @@ def test_a_wrong_collective_inside_of_the_loop() -> None:
         hit.extend(n for n in program.nodes if drop_reductions(n, program))
         return program.with_nodes(drop_reductions(n, program) or n for n in program.nodes)
 
-    first = attrs.evolve(low, program=within(low.program, dropped)).compare(*args).first
+    first = attrs.evolve(low, program=change_bodies(low.program, dropped)).compare(*args).first
     assert len(hit) == 1
     assert (first.operator, first.line) == ("aten.addmm.default", f"test_compare.py:{inspect.getsourcelines(squashed)[1] + 2} in squashed")
     assert first.made_by.startswith("the passes after lowering") and "of microbatch 1 of 2" in first.made_by
@@ -314,7 +326,7 @@ def test_a_microbatch_that_has_the_rows_of_another() -> None:
         return program.with_nodes(change(n) if n.target == "colofunc.take_shard" and n.args[1] == ("time",) else n for n in program.nodes)
 
     low, args = accumulated()
-    first = attrs.evolve(low, program=within(low.program, always_the_first)).compare(*args).first
+    first = attrs.evolve(low, program=change_bodies(low.program, always_the_first)).compare(*args).first
     assert first.name == "x" and "of microbatch 2 of 2" in first.made_by
 
 

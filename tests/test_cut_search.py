@@ -117,7 +117,7 @@ def backward_s(costs: StageCosts, search: CutSearch) -> list[float]:
 def test_no_cut_by_hand_is_faster_by_the_clock(name: str, widths: tuple[int, ...]) -> None:
     step, state = net(widths)
     batch, mesh = cf.abstract((16384, widths[0])), cf.Mesh(pp=2, topology=A100)
-    stages = cf.ext.schedule(name).stages(2)
+    stages = cf.ext.schedule_named(name).stages(2)
 
     def planned_s(stages: dict[str, int] | None) -> float:
         return float(cf.pipeline(cf.shard(step, mesh), microbatches=4, schedule=name, stages=stages).lower(state, batch).plan.cost_s)

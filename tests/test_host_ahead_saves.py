@@ -78,7 +78,7 @@ def test_a_save_that_is_waited_for_stages_a_window_ahead_in_bounded_memory() -> 
         with Machine(seed=seed) as machine:
             there = [machine.to_card(x) for x in plain]
             held, copies = [], []
-            for item, x in zip(staging.ahead(items_of([t * 1 for t in there]), 64 * 8), plain, strict=True):
+            for item, x in zip(staging.stage_ahead(items_of([t * 1 for t in there]), 64 * 8), plain, strict=True):
                 assert torch.equal(item.value(), x)
                 held.append(sum(machine._registered.values()))
                 copies.append(machine.copies)
@@ -91,7 +91,7 @@ def test_windows_that_are_asked_for_in_another_order_are_copied_again() -> None:
     torch.manual_seed(0)
     plain = [torch.randn(n, dtype=D) for n in (60, 61, 62, 63)]
     with Machine() as machine:
-        items = staging.ahead(items_of([machine.to_card(x) for x in plain]), 64 * 8)
+        items = staging.stage_ahead(items_of([machine.to_card(x) for x in plain]), 64 * 8)
         for k in (3, 0, 2, 2, 1, 3):
             assert torch.equal(items[k].value(), plain[k])
 

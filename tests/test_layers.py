@@ -427,13 +427,38 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     assert len(modules_of) > 500 and not shared
 
 
-@pytest.mark.parametrize("package", ["program", "executors", "dtensor", "compiler", "transforms"])
+@pytest.mark.parametrize("package", ["program", "program.passes", "executors", "dtensor", "compiler", "transforms"])
 def test_packages_say_what_lives_in_them(package: str) -> None:
     """The docstring of a package names each of its files and folders."""
     said = ast.get_docstring(parsed(sources("colofunc")[f"colofunc.{package}"])) or ""
     named = set(re.findall(r"\w+", said))
-    inside = {name.split(".")[2] for name in sources("colofunc") if name.startswith(f"colofunc.{package}.")}
+    within = f"colofunc.{package}."
+    inside = {name.removeprefix(within).partition(".")[0] for name in sources("colofunc") if name.startswith(within)}
     assert inside <= named, f"colofunc/{package}/__init__.py does not say what is in {sorted(inside - named)}"
+
+
+def test_what_a_package_names_is_in_it() -> None:
+    """A lower-case name in backticks in the docstring of a package is a module of it, or defined in one."""
+    files = sources("colofunc")
+    checked = 0
+    for package in packages() & set(files):
+        said = ast.get_docstring(parsed(files[package])) or ""
+        names = set(re.findall(r"`([a-z_][a-z_0-9]*)/?`", said)) - {"cf"}
+        inside: set[str] = set()
+        for module, source in files.items():
+            if names and module.startswith(package + "."):
+                inside.update(module.removeprefix(package + ".").split("."))
+                inside.update(defined_by(source))
+        assert names <= inside, f"{package} names {sorted(names - inside)}, which is not in it"
+        checked += len(names)
+    assert checked > 40
+
+
+def defined_by(source: str) -> Iterator[str]:
+    """Functions and classes at the top of a module."""
+    for node in parsed(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
 
 
 # ---- each check refuses what it is for ----

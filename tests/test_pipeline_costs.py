@@ -214,7 +214,7 @@ def cells(path: Any) -> dict[str, tuple[str, float, float]]:
 def test_the_picture_of_the_papers(tmp_path: Any) -> None:
     """A cell per action, in the colour of its kind, as long as it takes and where it stands; later stages of a rank are lighter."""
     for name in ("zb-h1", "1f1b", "interleaved-1f1b"):
-        schedule = cf.ext.schedule(name)
+        schedule = cf.ext.schedule_named(name)
         simulated = simulate(schedule.table(2, 4), StageCosts.uniform(schedule.stages(2), f=1, i=2, w=1))
         pipeline_picture(simulated, tmp_path / "pipeline.svg")
         drawn = cells(tmp_path / "pipeline.svg")

@@ -47,7 +47,7 @@ PLUGIN.colofunc_schedules = cf.hookimpl(lambda: {"any-legal": ANY_LEGAL}, specna
 
 
 def table_of(schedule: str) -> cf.ext.ActionTable:
-    made = ANY_LEGAL if schedule == "any-legal" else cf.ext.schedule(schedule)
+    made = ANY_LEGAL if schedule == "any-legal" else cf.ext.schedule_named(schedule)
     return made.table(RANKS, MICROBATCHES)
 
 

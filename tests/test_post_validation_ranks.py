@@ -57,7 +57,7 @@ def test_what_is_done_before_a_process_ends_is_registered_once(monkeypatch: pyte
     delivered: list[str] = []
     backend._groups = {cf.Mesh(pp=2): SimpleNamespace(delivered=lambda: delivered.append("sent"))}
     for _ in range(3):
-        backend.later(parts.exchange, cf.Mesh(pp=2))
+        backend.deferred_exchange(parts.exchange, cf.Mesh(pp=2))
     assert len(registered) == 2
     registered[0]()
     assert delivered == ["sent"]
@@ -71,7 +71,7 @@ def test_messages_by_nccl_are_refused() -> None:
     backend = object.__new__(Distributed)  # no process group is needed to say no
     backend._carriers = {"cpu": "gloo", "cuda": "nccl"}
     with pytest.raises(PlanError, match=r'has run with gloo only\. Try: validate="step"'):
-        backend.later(parts.exchange, cf.Mesh(pp=2))
+        backend.deferred_exchange(parts.exchange, cf.Mesh(pp=2))
 
 
 def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:

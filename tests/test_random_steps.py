@@ -10,7 +10,6 @@ from colofunc.errors import TraceError
 from colofunc.ops import canonical
 
 X = torch.linspace(-2, 2, 4 * 6 * 4 * 2, dtype=torch.float64).reshape(4, 6, 4, 2)
-ROW = X.reshape(4, 48)
 MODULE = torch.nn.Sequential(torch.nn.Dropout(0.4), timm.layers.DropPath(0.5)).train()
 
 # Exact on every mesh: bits, uniform, Bernoulli and what is made of them.

@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import attrs
 import pytest
 
 import colofunc as cf
@@ -150,6 +151,12 @@ def test_every_hook_is_read() -> None:
     assert asked >= set(hookspecs.HOOKS)
 
 
+def test_every_field_of_a_transform_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "writing_a_transform.md").read_text()
+    fields = [field.name for field in attrs.fields(cf.ext.Transform) if field.name not in ("name", "options")]
+    assert not [name for name in fields if f"`{name}" not in page]
+
+
 def test_generated_pages_are_up_to_date() -> None:
     """`python tools/docs.py` writes them."""
     assert (ROOT / "docs" / "plugins.md").read_text() == hooks_page()
@@ -172,6 +179,7 @@ def test_every_constant_of_planning_says_what_it_is() -> None:
 
 def test_every_public_name_is_in_the_reference_and_has_a_docstring() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
+    assert not [name for name in {*cf.__all__} & {*cf.ext.__all__} if getattr(cf.ext, name) is not getattr(cf, name)]
     users = {f"cf.{name}": getattr(cf, name) for name in cf.__all__ if name != "ext"}
     authors = {f"cf.ext.{name}": getattr(cf.ext, name) for name in cf.ext.__all__ if name not in cf.__all__}
     for name, thing in {**users, **authors}.items():

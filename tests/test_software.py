@@ -21,7 +21,6 @@ from colofunc.program import beside_products
 from colofunc.program.ir import Program
 
 ATTAINED = cf.Mesh(topology="8xh100").topology
-COUNTED = dict(all_gather=4.0, reduce_scatter=4.0, view=0.0, mm=10.0)
 
 GATHER = [
     ("colofunc.all_gather", (R(0), ("tp",), 4, 0), (1,)), ("aten.view.default", (R(1), [4]), (2,)), ("aten.mm.default", (R(2), R(2)), (3,)),

@@ -12,18 +12,22 @@ from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc.ops import native
-from colofunc.ops.indices import index_of
-from colofunc.ops.rounding import rounded, words_of
+from colofunc.ops.indices import Index, index_of
+from colofunc.ops.rounding import key_of, rounded, words_by
 from colofunc.ops.update_rounded import adamw_rounded, adamw_rounded_, adamw_rounded_host_
 
 BF16 = torch.bfloat16
 ADAMW = torch.optim.AdamW
 
 
+def words_of(index: Index, first: int, end: int, seed: int, site: int = 3) -> Tensor:
+    return words_by(index, first, end, key_of(torch.tensor(seed), site), torch.device("cpu"))
+
+
 def drawn(x: Tensor, seed: int, site: int = 3) -> Tensor:
     """x in bfloat16, by the first draw."""
     index = index_of(x.shape, (), (), None, x.device)
-    return rounded(x.flatten(), words_of(index, 0, x.numel(), torch.tensor(seed), site), 0).view(x.shape)
+    return rounded(x.flatten(), words_of(index, 0, x.numel(), seed, site), 0).view(x.shape)
 
 
 # ---- rounding ----
@@ -58,9 +62,9 @@ def test_what_bfloat16_has_stays() -> None:
 def test_a_part_is_rounded_as_the_whole() -> None:
     x = torch.randn(6, 8)
     index = index_of((6, 4), (6, 4), (8, 1), torch.tensor(4), x.device)
-    words = words_of(index, 0, 24, torch.tensor(7), 3)
+    words = words_of(index, 0, 24, 7)
     assert torch.equal(rounded(x[:, 4:].flatten(), words, 0).view(6, 4), drawn(x, 7)[:, 4:])
-    assert torch.equal(words_of(index, 5, 11, torch.tensor(7), 3), words[5:11])
+    assert torch.equal(words_of(index, 5, 11, 7), words[5:11])
 
 
 # ---- the update ----

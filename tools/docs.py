@@ -142,14 +142,19 @@ def errors_page() -> str:
 
 # What people look for, in the order in which they meet it. Names that stand nowhere here are for authors of plugins.
 SECTIONS = {
-    "Meshes and tensors": ("Mesh", "Topology", "DTensor", "Spec", "Layout", "distribute", "from_local", "launch"),
+    "Meshes and tensors": (
+        "Mesh", "Topology", "topology", "profile_mesh", "DTensor", "Spec", "Layout", "distribute", "from_local", "launch", "join",
+    ),
     "Models, optimizers, gradients": (
         "functional", "Model", "lazy", "abstract", "lora", "adapt", "Optimizer", "Lion", "LAMB", "schedule", "train_step",
         "value_and_grad", "clip_by_global_norm",
     ),
     "Transforms": (
-        "shard", "offload", "checkpoint", "precision", "Policy", "fp8", "quantize", "accumulate", "local_stats", "expert_capacity",
-        "every", "save_only", "Staged", "configure",
+        "shard", "offload", "checkpoint", "precision", "Policy", "fp8", "quantize", "accumulate", "pipeline", "local_stats",
+        "expert_capacity", "every", "save_only", "Staged", "configure",
+    ),
+    "Quantized weights": (
+        "awq", "gptq", "smoothquant", "input_moments", "input_maxima", "sensitivities", "scheme_errors", "scheme_choice",
     ),
     "Plans": ("Plan",),
     "Data, saving, randomness": (

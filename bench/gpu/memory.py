@@ -15,7 +15,6 @@ from bench.gpu.models import Llama, Opt
 from bench.gpu.parts import Part, Setup, Slice, at_most
 
 NEAR = 0.03
-Wrap = Callable[[Any], Any]
 
 
 def llama(setup: Setup) -> torch.nn.Module:

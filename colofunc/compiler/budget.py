@@ -42,6 +42,8 @@ are compared as well, at most MEDIUM nodes are finished in all of them, and a se
 sharding of a like step is known, which takes little. Above LARGE: fewer searches."""
 MAX_PRICES_LARGE = 3
 """At most this many searches at a price of memory for large programs."""
+SHARDINGS_FOR_LESS = 4
+"""At most this many shardings for one budget where nothing else can be done; microbatches add one for each doubling."""
 TOLERANCE, CLEARLY_SLOWER = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most TOLERANCE; it is not counted where the search says
 that it is slower by more than CLEARLY_SLOWER."""
@@ -62,7 +64,7 @@ class DoesNotFit(PlanError):
 
 
 def plan_for_budget(
-    sharder: Sharder, budget_bytes: int | None, parts: int = 1, tries: int = 4
+    sharder: Sharder, budget_bytes: int | None, parts: int = 1
 ) -> tuple[Decisions, Program] | FailedSearch:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
@@ -73,7 +75,7 @@ def plan_for_budget(
     completion = sharder.completion
     if budget_bytes is None:
         return plan_of(completion, sharder.decide(None), None)
-    search = BudgetSearch(sharder, parts, tries + parts.bit_length() - 1)
+    search = BudgetSearch(sharder, parts, SHARDINGS_FOR_LESS + parts.bit_length() - 1)
     fastest, leanest = search.run(budget_bytes)
     if fastest is None:
         return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)

@@ -309,23 +309,27 @@ class Completion:
 
     def ended(self, done: FinishedProgram) -> Program:
         """What runs of a program that was chosen."""
-        return self.as_run(self.last_rewrites(done))
+        self.kept.clear()
+        program, _ = run_passes(self.last_passes(), done.program, self.left_out)
+        return self.as_run(program)
 
-    def last_rewrites(self, done: FinishedProgram) -> Program:
-        """A program that was chosen with updates that read narrow gradients, squares that are summed in one pass, and
-        updates side by side, where that holds no more and takes no longer.
+    def last_passes(self) -> tuple[Pass, ...]:
+        """Of a program that was chosen: updates that read narrow gradients, squares that are summed in one pass, and
+        updates side by side, each where that holds no more and takes no longer.
+        """
+        return (
+            Pass("narrow_updates", partial(self._if_no_larger, narrow_updates)),
+            Pass("squares", partial(self._if_no_larger, squares_in_one_pass)),
+            Pass("one_call", self._one_call),
+        )
+
+    def _one_call(self, program: Program) -> Program:
+        """Updates side by side in one call.
 
         They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill
         the time until a copy has come, so where there are copies the clock decides. Of a compiled step operators as
         they are written are asked, and then whether longer functions still fit.
         """
-        self.kept.clear()
-        program = done.program
-        for name, rewritten in (("narrow_updates", narrow_updates), ("squares", squares_in_one_pass)):
-            if name not in self.left_out:
-                program = self._if_no_larger(program, rewritten(program, self.mesh))
-        if "one_call" in self.left_out:
-            return program
         moved = updates_in_one_call(program, self.count if self.temporaries else memory)
         if not self.temporaries and not self._has_room(moved, program):
             return program
@@ -337,8 +341,9 @@ class Completion:
             return moved
         return program
 
-    def _if_no_larger(self, program: Program, rewritten: Program) -> Program:
-        """What was rewritten, where that holds no more."""
+    def _if_no_larger(self, rewrite: Callable[[Program, Mesh], Program], program: Program) -> Program:
+        """What `rewrite` makes of a program, where that holds no more."""
+        rewritten = rewrite(program, self.mesh)
         if rewritten is program:
             return program
         before, after = self.count(program).peak_bytes, self.count(rewritten).peak_bytes

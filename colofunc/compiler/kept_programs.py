@@ -4,7 +4,7 @@ once.
 Problem: a search for the least budget finishes the same few shardings under a dozen budgets, in every way to write them
 and every order that is proposed. Idea: a budget decides which of these is taken. Into what is counted it enters in one
 place, as the size that a bucket of collectives may have, and nearly all budgets allow the same buckets
-(`buckets.Most`).
+(`buckets.BucketLimit`).
 
     333,116 B given: 12 orders written, completed, counted        333,115 B given: looked up
 """

@@ -1,8 +1,8 @@
 """Lowered: everything known about a step before it runs, and the questions one can ask of it.
 
-    low = step.lower(state, batch)
-    low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
-    print(low.passes); low.after("lower").text()
+low = step.lower(state, batch)
+low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
+print(low.passes); low.after("lower").text()
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Lowered:
     donated: tuple[int, ...]  # positions of input leaves that the call consumes
     executor: str | None = None  # as `step.on` said
     hidden: tuple[torch.Tensor, ...] = ()  # captured tensors that are inputs behind the caller's and the seed
+    left_out: frozenset[str] = frozenset()  # names of the passes that it does not go through
     stages_of: Callable[[], Stages] = tuple  # runs all passes again, and keeps the program behind each
 
     @property

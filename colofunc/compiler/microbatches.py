@@ -156,7 +156,7 @@ def _places(
     ids = [id for id in program.inputs if leaves.get(program.values[id].name) == program.values[id].shape]
     for id in ids:
         _check_divides(program.values[id], microbatches)
-    lies, over = lies_over_time(program, ids, microbatches, "time", rules)
+    lies, over = lies_over_time(program, ids, microbatches, rules)
     values_of_items: list[tuple[int | None, ...]] = [(id,) for id in program.inputs]
     values_of_items += [(*node.refs, *node.outs) for node in program.nodes]
     places_of = {}
@@ -238,7 +238,7 @@ def _stay(
 
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
     """The argument that is the batch."""
-    arguments = traced.in_tree.children[0].children
+    arguments = traced.in_tree.children
     names = [argument.name for argument in arguments]
     if batch is None:
         batch = min(1, len(arguments) - 1)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from colofunc.compiler.passes import passes_of_plugins, run_passes
 from colofunc.compiler.rank_agreement import from_main
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
@@ -45,7 +46,7 @@ Shards = list[torch.Tensor]
 
 @attrs.frozen(eq=False)
 class PlainProgram:
-    """A local program before any pass that hides values.
+    """A local program as it was lowered, behind the passes of plugins and before any pass that hides values.
 
     `owners`: local id -> id of the global value it is a copy of.
     """
@@ -84,8 +85,9 @@ def _lowered_again(low: Lowered) -> PlainProgram:
     placing = placing_of(whole, at, low.mesh)
     local = lower(whole, low.choices, ins, low.output_layouts, low.mesh, record_local, placing=placing)
     owners = {id: value.of for id, value in local.values.items() if value.of is not None}
-    for name in sorted(low.registry.passes):
-        local = low.registry.passes[name](local, low.mesh)
+    # No hooks `rewrite_local`: sums that they send narrow would differ from one device, and are no fault.
+    passes = passes_of_plugins(low.registry.passes, low.priced)
+    local, _ = run_passes(passes, local, low.left_out)
     return PlainProgram(local, owners)
 
 

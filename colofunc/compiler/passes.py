@@ -13,13 +13,16 @@ the last one. Idea: each is a `Pass` with a name; whoever runs a list of them ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import unified_diff
+from functools import partial
 
 import attrs
 
 from colofunc import env
+from colofunc.compiler.transform import Rewrite
 from colofunc.errors import PlanError, near
+from colofunc.mesh import Mesh
 from colofunc.program.check import check_program
 from colofunc.program.ir import Program
 from colofunc.program.text import text
@@ -62,6 +65,15 @@ def run_passes(
         if keep:
             stages.append(PassOutput(each.name, program, time.perf_counter() - began))
     return program, tuple(stages)
+
+
+def passes_of_plugins(by_name: Mapping[str, Rewrite], mesh: Mesh) -> list[Pass]:
+    """In the order of their names."""
+    return [Pass(name, partial(_by_plugin, by_name[name], mesh)) for name in sorted(by_name)]
+
+
+def _by_plugin(rewrite: Rewrite, mesh: Mesh, program: Program) -> Program:
+    return rewrite(program, mesh)
 
 
 def left_out(names: Sequence[str]) -> frozenset[str]:

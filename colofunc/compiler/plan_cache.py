@@ -51,7 +51,8 @@ from colofunc.spec.spec import bind, names_of
 # another length, too.
 #
 #     is_again      the very program that was planned before, and everything lies as it was planned: nothing is planned
-#     nearest       the step of a like size: what its plan decides is where the search for this one begins (`budget.nearby`)
+#     nearest       the step of a like size: what its plan decides is where the search for this one begins
+#                   (`budget.plan_from_known`)
 #
 # What it decides need not be best here (weights that are gathered for each use cost as much for a long batch as for a
 # short one), so it is compared with what a search from there finds. State that is placed stays: where it lies is a

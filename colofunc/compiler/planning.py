@@ -36,11 +36,11 @@ from colofunc.compiler.input_places import (
 )
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
-from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
+from colofunc.compiler.passes import REWRITES, Pass, Stages, passes_of_plugins, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.sharder import Sharder
 from colofunc.compiler.staged import Staged
-from colofunc.compiler.transform import Build, Hook, Rewrite, Transform, through
+from colofunc.compiler.transform import Build, Hook, Transform, through
 from colofunc.compiler.user_constraints import constraints_of_user, staying, wished_axes, without_places, without_tiers
 from colofunc.errors import PlanError
 from colofunc.executors.backend import as_run, held_in_order, ordered
@@ -115,11 +115,8 @@ class Planning:
         if decided is None:
             decided = self._decided_by(plan)
         done = self._finished(completion, decided, plan)
-        last_passes = (
-            Pass("one_call", lambda _: completion.last_rewrites(done)),
-            Pass("order", completion.as_run),
-        )
-        _, last_stages = run_passes(last_passes, done.program, keep=True)
+        last_passes = (*completion.last_passes(), Pass("order", completion.as_run, optional=False))
+        _, last_stages = run_passes(last_passes, done.program, completion.left_out, keep=True)
         return (*done.stages, *last_stages)
 
     def _under(self, constraints: Constraints, says_least: bool = True) -> Outcome:
@@ -296,13 +293,7 @@ def _options(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str,
 
 def _passes(build: Build) -> list[Pass]:
     """Of plugins, by name, and behind them those of transforms."""
-    by_plugins = build.registry.passes
-    passes = [Pass(name, partial(_by_plugin, by_plugins[name], build.mesh)) for name in sorted(by_plugins)]
-    return passes + rewrites("rewrite_local", build)
-
-
-def _by_plugin(rewrite: Rewrite, mesh: Mesh, program: Program) -> Program:
-    return rewrite(program, mesh)
+    return passes_of_plugins(build.registry.passes, build.mesh) + rewrites("rewrite_local", build)
 
 
 def rewrites(hook: str, build: Build) -> list[Pass]:

@@ -127,6 +127,7 @@ def prepare(
         donated=seen.donated,
         executor=staged.executor,
         hidden=seen.hidden,
+        left_out=without,
         stages_of=partial(_stages, build, seen, planning, plan, None if made is None else made[0]),
     )
     if validates_late(low.program):
@@ -299,7 +300,7 @@ def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, 
     """
     if donate in ((), None, False):
         return (), ()
-    arguments = _leaves_of(traced.in_tree.children[0].children, program.inputs)
+    arguments = _leaves_of(traced.in_tree.children, program.inputs)
     outputs = _leaves_of(results_of(traced.out_tree), program.outputs)
     if donate == "auto":
         first = arguments[:1]

@@ -34,7 +34,7 @@ from colofunc.compiler.surroundings import Surroundings, ambient, look_around
 from colofunc.compiler.transform import Transform
 from colofunc.compiler.warmup import agreed_by_all, moved_leaves, step_s, warmup
 from colofunc.dtensor.other_mesh import FromOtherMesh
-from colofunc.dtensor.placed import elsewhere, place, side_by_side
+from colofunc.dtensor.placed import other_mesh_error, place, side_by_side
 from colofunc.dtensor.tensor import DTensor, as_movable
 from colofunc.errors import ColofuncError, InputError, PlanError
 from colofunc.executors.backend import backend_for
@@ -298,7 +298,7 @@ def check_arguments(staged: Staged, args: tuple[Any, ...]) -> None:
             if not isinstance(leaf, DTensor):
                 refuse_unlike(leaf, f"argument {leaf_name!r}", InputError)
             elif leaf.mesh != mesh:  # layouts speak of axes of their own mesh
-                raise elsewhere(f"argument {leaf_name!r}", leaf, mesh)
+                raise other_mesh_error(f"argument {leaf_name!r}", leaf, mesh)
 
 
 def stage(step_fn: Callable[..., Any] | Staged | None, transform: Transform) -> Any:

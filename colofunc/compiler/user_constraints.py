@@ -196,7 +196,7 @@ def _as_usual(
 def _specs(program: Program, traced: Traced, mesh: Mesh, sharding: Sharding) -> Constraints:
     found = NONE
     if sharding.in_specs is not None:
-        tree = traced.in_tree.children[0]
+        tree = traced.in_tree
         specs = _by_position(sharding.in_specs, tree)
         if len(tree.children) == 1 and not isinstance(specs, (tuple, list)):
             specs = (specs,)

@@ -95,12 +95,12 @@ def transform_of(
 Walked = Callable[[str, Any], Any]
 
 
-def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
+def mapped(fn: Walked, obj: Any) -> Any:
     """A tree with `fn(name, leaf)` for every tensor and every quantized weight.
 
     The same object where nothing changes.
     """
-    return map_named(fn, obj, (Tensor, Quantized), name)
+    return map_named(fn, obj, (Tensor, Quantized))
 
 
 def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:

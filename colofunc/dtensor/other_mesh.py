@@ -3,7 +3,7 @@
 Both meshes are of the same ranks, or all ranks of the first are in this process. Where the first is of real ranks and
 the second is simulated, every process is to hold all parts, so there the whole is what has to be sent.
 
-Note [Who sends]. Every rank knows both layouts, so each finds out alone what it sends and what it gets
+Every rank knows both layouts, so each finds out alone what it sends and what it gets
 (`spec.transfer`); all messages of a tensor are posted at once, and what a rank keeps does not travel.
 """
 

@@ -28,7 +28,7 @@ from colofunc.executors.disk.tensors import OnDisk, in_memory
 from colofunc.executors.pools import in_tier, pinned_like
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
-from colofunc.ops.flat import are_adjacent, together
+from colofunc.ops.flat import are_adjacent, as_adjacent
 from colofunc.ops.plain import refuse_unlike
 from colofunc.program.lazy import LazyTensor, make_parts
 from colofunc.spec.layout import Layout
@@ -93,7 +93,7 @@ def _own(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
     return pinned_like(x).copy_(x)
 
 
-def elsewhere(what: str, x: DTensor, mesh: Mesh) -> InputError:
+def other_mesh_error(what: str, x: DTensor, mesh: Mesh) -> InputError:
     """What to say of a tensor that lies on another mesh than the step's."""
     return InputError(
         f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state "
@@ -106,7 +106,7 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
     what = f"argument {name!r}" if name else "an argument"
     if isinstance(x, DTensor):
         if x.mesh != mesh:
-            raise elsewhere(what, x, mesh)
+            raise other_mesh_error(what, x, mesh)
         if x.sharding is layout:
             return [part.clone() for part in x.parts] if copy else x.parts_in_flight
         converted = convert_shards(x.parts, x.sharding, layout, mesh, backend)
@@ -143,7 +143,7 @@ def side_by_side(inputs: Sequence[Shards], buffers: Sequence[Sequence[int]]) -> 
             if key not in done:
                 if not are_adjacent(mine):
                     COPIER.arrived(mine)
-                done[key] = together(mine)
+                done[key] = as_adjacent(mine)
             lanes.append(done[key])
         for place_in_run, k in enumerate(run):
             out[k] = [lane[place_in_run] for lane in lanes]

@@ -53,13 +53,13 @@ class Backend(Protocol):
     def compile(self, program: Program, mesh: Mesh) -> Run:
         """`program` as a function of its inputs' shards (constants excluded). Keep it: making one costs time."""
 
-    def later(self, program: Program, mesh: Mesh) -> Begin:
+    def deferred_exchange(self, program: Program, mesh: Mesh) -> Begin:
         """`program`, which sends scalars, in two steps: what is known is sent when it is called, results come when that
         is called.
         """
 
     def interrupted(self) -> None:
-        """What `later` has begun will not end: no program begins any more that would take its messages for its own."""
+        """What `deferred_exchange` has begun will not end: no program begins any more that would take its messages for its own."""
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""
@@ -90,7 +90,7 @@ class SimulatedBackend:
     def compile(self, program: Program, mesh: Mesh) -> SimulatedProgram:
         return SimulatedProgram(program, mesh)
 
-    def later(self, program: Program, mesh: Mesh) -> Begin:
+    def deferred_exchange(self, program: Program, mesh: Mesh) -> Begin:
         run = self.compile(program, mesh)
         return lambda inputs: partial(run, inputs)
 
@@ -128,9 +128,9 @@ class Compiled:
             return SimulatedProgram(segmented, mesh, bound, whole=program)
         return self._inner.compile(segmented, mesh, bound, program)
 
-    def later(self, program: Program, mesh: Mesh) -> Begin:
+    def deferred_exchange(self, program: Program, mesh: Mesh) -> Begin:
         """Not compiled: it is a handful of scalars."""
-        return self._inner.later(program, mesh)
+        return self._inner.deferred_exchange(program, mesh)
 
     def interrupted(self) -> None:
         self._inner.interrupted()

@@ -44,7 +44,7 @@ from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
 from colofunc.program.passes.coalesce import delay_outputs, delay_updates, delay_views
-from colofunc.program.passes.loop import within
+from colofunc.program.passes.loop import change_bodies
 from colofunc.program.passes.one_call import updates_side_by_side
 from colofunc.program.passes.schedule import overlap, waits_within
 from colofunc.program.places import has_places, on_rank, out_of_order
@@ -88,7 +88,7 @@ class Distributed:
         part = on_rank(program, mesh, self.rank)
         return RankProgram(part.program, groups, self.watch, bound, whole=whole, union=program, on_rank=part)
 
-    def later(self, program: Program, mesh: Mesh) -> DeferredExchange:
+    def deferred_exchange(self, program: Program, mesh: Mesh) -> DeferredExchange:
         if self._by_nccl(mesh):
             raise PlanError(
                 'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever '
@@ -177,7 +177,7 @@ def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
     def overlapped_body(body: Program) -> Program:
         return ahead(delay_outputs(delay_views(body)), body=True)
 
-    ordered = delay_views(delay_updates(within(program, overlapped_body)))
+    ordered = delay_views(delay_updates(change_bodies(program, overlapped_body)))
     return updates_side_by_side(ahead(ordered))
 
 

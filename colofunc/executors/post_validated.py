@@ -45,7 +45,7 @@ class PostValidated:
         self.program, self.parts, self.backend = program, parts, backend
         self._given = [id for id in program.inputs if id not in program.constants]
         self._main = backend.compile(parts.main, mesh)
-        self._exchange = backend.later(parts.exchange, mesh)
+        self._exchange = backend.deferred_exchange(parts.exchange, mesh)
         self._update = backend.compile(parts.update, mesh) if parts.speculates else None
         self._last: dict[int, Shards] = {}  # what the exchange of the last step gave
         self._steady = False  # whether the two last steps had the same scalars

@@ -28,7 +28,8 @@ from colofunc.errors import InputError
 from colofunc.functional.tape import Recording, Tape
 
 M = TypeVar("M", bound=nn.Module)
-# So many random numbers are drawn while a lazy module is built: some seconds, and at most 1 GiB in float32 at a time.
+# At most this many random numbers are drawn while a lazy module is built: some seconds, at most 1 GiB of float32 at a
+# time.
 DRAWS = 1 << 30
 
 

@@ -40,7 +40,7 @@ from colofunc.functional.checkpoint.files import PieceToWrite, StoredPiece, writ
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
 from colofunc.functional.checkpoint.parts import Ranks, StateLeaf, assign_writers, carried_out
-from colofunc.functional.checkpoint.staging import Slab, ahead, as_given, snapshot_items, stage
+from colofunc.functional.checkpoint.staging import Slab, as_given, snapshot_items, stage, stage_ahead
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.functional.checkpoint.waiting import Patience
 from colofunc.ops.seeds import random_state
@@ -294,7 +294,7 @@ class _Job:
     def _write(self, folder: Path) -> list[tuple[PieceToWrite, StoredPiece]]:
         files: list[list[PieceToWrite]] = []
         held = FILE_BYTES
-        for item in ahead(self.items):
+        for item in stage_ahead(self.items):
             if held >= FILE_BYTES:
                 files.append([])
                 held = 0

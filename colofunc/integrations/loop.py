@@ -159,7 +159,7 @@ class TrainingLoop:
         if self.state is None:
             # Planned for an update, also where the first call is none, so that the optimizer's state is considered.
             self.state = self.update.init(_with_gradients(self._read(), not update), batch, given)
-            self.layouts = argument_layouts(self.update, 1, self.state, batch, given)
+            self.layouts = batch_layouts(self.update, self.state, batch, given)
         self.state = _with_gradients(self.state, not update)
         step = self.update if update else self.accumulate
         self.state, seen = step(self.state, batch, given)
@@ -283,11 +283,10 @@ class Evaluation:
         self._placed = None
 
 
-def argument_layouts(step: Staged, position: int, *args: Any) -> tuple[Layout, ...]:
-    """Where a step that has run, or was initialised, wants the tensors of one of its arguments."""
-    tensors_of_args = [len(flatten(arg)[0]) for arg in args]
-    first = sum(tensors_of_args[:position])
-    return tuple(step.lower(*args).input_layouts[first : first + tensors_of_args[position]])
+def batch_layouts(step: Staged, state: Any, batch: Any, *rest: Any) -> tuple[Layout, ...]:
+    """Where a step that has run, or was initialised, wants the tensors of its batch."""
+    first = len(flatten(state)[0])
+    return tuple(step.lower(state, batch, *rest).input_layouts[first : first + len(flatten(batch)[0])])
 
 
 def _sample(x: Tensor) -> Tensor:

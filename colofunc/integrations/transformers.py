@@ -24,7 +24,7 @@ from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.modules import Model
-from colofunc.integrations.loop import Clip, TrainingLoop, argument_layouts, model_of, staging, whole_tree
+from colofunc.integrations.loop import Clip, TrainingLoop, batch_layouts, model_of, staging, whole_tree
 from colofunc.integrations.own_rows import OwnRows, PlacedLoader
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
@@ -221,7 +221,7 @@ class ColofuncTrainer(Trainer):
         if state is None:
             found = whole_tree(step((parts.params, parts.buffers), dict(inputs)))
             if self._own is not None and self._own.rows is None:
-                self._read_own(argument_layouts(step, 1, (parts.params, parts.buffers), dict(inputs)), inputs)
+                self._read_own(batch_layouts(step, (parts.params, parts.buffers), dict(inputs)), inputs)
             return found
         params = {f"module.{name}": value for name, value in state["params"].items()}
         buffers = {f"module.{name}": value for name, value in state["buffers"].items()}

@@ -18,8 +18,8 @@ and its result to be written. A library has tiles of several sizes and takes tho
 them. One constant more was fitted to the same 11 products, the ramp; all else is counted or given. It follows them
 within 6 %, 10 % at worst.
 
-Note [Attention]. The rate of a kernel grows with the number of keys that a row has, because each block of rows begins
-and ends once. Tables are published for causal masks, where a row of a sequence of s has s/2 keys on average; a call is
+The rate of a kernel of attention grows with the number of keys that a row has, because each block of rows begins and
+ends once. Tables are published for causal masks, where a row of a sequence of s has s/2 keys on average; a call is
 looked up by its keys, causal or not.
 """
 

@@ -277,9 +277,8 @@ def make_options(
     return Options(scale, causal, window, dropout, seed, site, q_offset, k_offset, index, code, least, most)
 
 
-# Note [Memory order]: results are (b, h, s, ...) with memory order (b, s, h, ...) whatever the inputs have. Merging
-# heads
-# is then a view, and a view that was traced stays one on a rank whose inputs lie otherwise.
+# Results are (b, h, s, ...) with memory order (b, s, h, ...) whatever the inputs have. Merging heads is then a view, and
+# a view that was traced stays one on a rank whose inputs lie otherwise.
 
 
 def like_rows(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:

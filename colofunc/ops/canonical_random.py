@@ -122,10 +122,8 @@ def _size(sizes: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(s) for s in size)
 
 
-def _finish(
-    x: Tensor, out: Tensor | None = None, requires_grad: bool = False, generator: Any = None, **ignored: Any
-) -> Tensor:
-    # device, layout, pin_memory: a traced tensor lives on the one symbolic device.
+def _finish(x: Tensor, out: Tensor | None = None, requires_grad: bool = False, **ignored: Any) -> Tensor:
+    # device, layout, pin_memory: a traced tensor lives on the one symbolic device. generator: None, see `_own`.
     if out is not None:
         return out.copy_(x)
     return x.requires_grad_() if requires_grad else x

@@ -297,13 +297,13 @@ _ALL_TO_ALL = _collective(
 _PERMUTE = _collective(
     "permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back, "wire"
 )
-_SEND = define(
+define(
     "send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor",
     _eager("send"),
     _send_fake,
     kind="peer",
 )
-_RECEIVE = define(
+define(
     "receive(str[] axes, int n, int source, int[] shape, ScalarType dtype, *, int tag=0) -> Tensor", _eager("receive"), _receive_fake,
     kind="peer",
 )  # fmt: skip

@@ -42,7 +42,7 @@ def flat_of(xs: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(x.numel() for x in xs),), (1,))
 
 
-def together(xs: Sequence[Tensor]) -> list[Tensor]:
+def as_adjacent(xs: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, as they are if they are adjacent, else copied to one buffer."""
     if are_adjacent(xs):
         return list(xs)
@@ -110,11 +110,11 @@ PACK = define(
     for_compilers=_pack_of_parts,
     own_memory=True,
 )
-ALL_GATHER_FLAT = define(
+define(
     "all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor",
     _gather_eager,
     _gather_fake,
     own_memory=True,
     kind="wire",
 )
-WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)
+define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)

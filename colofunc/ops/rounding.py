@@ -1,6 +1,6 @@
 """Stochastic rounding: a float32 number becomes one of its two neighbours in bfloat16, the nearer one more often.
 
-    words = words_of(index_of(x.shape, *place, x.device), 0, x.numel(), seed, site)
+    words = words_by(index_of(x.shape, *place, x.device), 0, x.numel(), key_of(seed, site), x.device)
     y = rounded(x.flatten(), words, which=0)                 # the mean over seeds is x
 
 Problem: an update of a parameter in bfloat16 is less than half the way to the next number, so that to the nearest
@@ -34,20 +34,15 @@ HOST_TILE, DEVICE_TILE = 1 << 15, 1 << 24
 memory."""
 
 
-def words_of(index: Index, first: int, end: int, seed: Tensor, site: int) -> Tensor:
-    """What is drawn for the elements first to end of a local tensor in row-major order: (end - first,) int64, beside
-    the 0-dim seed.
-    """
-    return words_by(index, first, end, key_of(seed, site), seed.device)
-
-
 def key_of(seed: Tensor, site: int) -> int | Tensor:
     """The stream of a site, beside the 0-dim seed: on the host a number."""
     return key_int(int(seed), site) if seed.device.type == "cpu" else draws.key_of(seed, site)
 
 
 def words_by(index: Index, first: int, end: int, key: int | Tensor, device: torch.device) -> Tensor:
-    """The same with a stream that is known."""
+    """What is drawn from a stream for the elements first to end of a local tensor in row-major order:
+    (end - first,) int64 on `device`.
+    """
     at = torch.arange(first, end, device=device)
     if index.rows.numel() == 1:
         columns = at

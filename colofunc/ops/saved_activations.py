@@ -32,13 +32,13 @@ from colofunc.ops.define import define
 from colofunc.ops.small_floats import E4M3, E4M3_LARGEST, e4m3_bits, e4m3_values
 
 GROUP = 128
-"""At most so many elements share a scale: 8.25 bits an element."""
+"""At most this many elements share a scale: 8.25 bits an element."""
 LEAST_GROUP = 32
 """A value whose groups would be smaller stays as it is: scales would be too many."""
 LEAST_ELEMENTS = 4096
-"""So does one with fewer elements."""
+"""A value with fewer elements stays as it is."""
 AT_ONCE = 1 << 18
-"""So many elements are widened at a time on the host."""
+"""Elements that are widened at a time on the host."""
 INT8_LARGEST = 127.0
 LARGEST = {torch.int8: INT8_LARGEST, E4M3: E4M3_LARGEST}
 NUMBERS = {"int8": torch.int8, "fp8": E4M3}

@@ -2,7 +2,7 @@
 
 Problem: a causal language model's labels are its tokens moved by one, written as a pad and a slice, or a slice put into
 a tensor of fill. Taken apart, each of these needs the whole dim; together they need one row of a neighbour. Idea: the
-pair is one operator (`program.simplify` puts it there), so that a split sequence stays split.
+pair is one operator (`program.passes.simplify` puts it there), so that a split sequence stays split.
 
     shift([a, b, c], 0, -1, fill=0)  ->  [b, c, 0]
 """

@@ -56,7 +56,7 @@ many."""
 LEAST_ELEMENTS = 4096
 """A smaller parameter (a bias, a norm) keeps wide moments: there is nothing to win."""
 WIDENED_ELEMENTS = 1 << 18
-"""So many elements are wide at a time on the host, 1 MiB for each of a handful of temporaries."""
+"""Elements that are wide at a time on the host: 1 MiB for each of a handful of temporaries."""
 SIGNED_DECADES, DECADES = 7, 7
 """In which levels of the first moment and of the square lie."""
 GOLDEN, ROOT = 0.6180339887498949, 0.4142135623730951  # parts of two irrational numbers

@@ -257,7 +257,7 @@ wire_sum = define(
     for_compilers=_sum,
     own_memory=True,
 )
-wire_left = define(
+define(
     "wire_left(Tensor x, Tensor packed, str scheme, Tensor? total, Tensor? sent, Tensor? index) -> Tensor",
     _left, _left_fake, for_compilers=_left, own_memory=True,
 )  # fmt: skip

@@ -125,7 +125,6 @@ def decide_from_known(
     finish: Finish[P],
     budget_bytes: int,
     parts: int = 1,
-    max_prices: int = MAX_PRICES_FROM_KNOWN,
     end_s: EndS | None = None,
     small: bool = True,
 ) -> CountedProposal[P] | None:
@@ -135,7 +134,7 @@ def decide_from_known(
     `known` met a budget of a like step. `propose` is expected to search from there. `small`: as of `decide_jointly`.
     """
     search = _JointSearch(propose, finish, budget_bytes, budget_bytes * parts, small)
-    search.run_from_known(known, max_prices)
+    search.run_from_known(known)
     return search.best if end_s is None else search.fastest_by_clock(end_s)
 
 
@@ -229,14 +228,14 @@ class _JointSearch(Generic[P]):
         if self.best is None or self.best.total_s > fastest.proposal.cost_s * (1 + LEAST_GAIN):
             self.try_others(others(self.mean_price_s(self.best or fastest)), max_others)
 
-    def run_from_known(self, known: Proposal[P], max_prices: int) -> None:
+    def run_from_known(self, known: Proposal[P]) -> None:
         fastest = self.try_proposal(self.proposal(None, 0.0))
         if fastest is None or self.costs_nothing(fastest):
             return
         if self.may_be_faster(known):
             self.try_proposal(known)
         if self.best is not None:
-            self.search_at_prices(fastest, max_prices)
+            self.search_at_prices(fastest, MAX_PRICES_FROM_KNOWN)
 
     def proposal(self, aim_bytes: int | None, price_s: float) -> Proposal[P]:
         progress.at("sharding", len(self.proposed) + 1)

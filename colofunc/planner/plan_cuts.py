@@ -58,7 +58,7 @@ def why_cut(plan: Plan, asked: str, most: int) -> list[str]:
         f"  {time_text(plan.cost_s)} per step; by the estimate that cuts are compared by, {time_text(chosen.step_s)}, "
         "and "
         f"{_longest_text(pipeline, chosen)}",
-        f"  {_crossing_text(cuts, stage, cuts.begins[stage])}",
+        f"  {_crossing_text(cuts, cuts.begins[stage])}",
     ]
     return lines + [f"  {_instead(plan, cuts, stage, piece)}" for piece in _nearest(cuts, stage)[:most]]
 
@@ -196,7 +196,7 @@ def _fullest_text(pipeline: Pipelined, count: CutCount) -> str:
     return f"{pipeline.axis}={rank} holds most, about {size_text(count.held_bytes[rank])}"
 
 
-def _crossing_text(cuts: StageCuts, stage: int, piece: int) -> str:
+def _crossing_text(cuts: StageCuts, piece: int) -> str:
     here = cuts.pieces[piece]
     return f"each microbatch hands {size_text(here.received_bytes)} on to it, {time_text(here.received_s)}"
 

@@ -64,10 +64,6 @@ class TermSeconds:
     leaves: tuple[str, ...] = ()
 
     @property
-    def term(self) -> Term:
-        return Term(self.what, self.seconds, self.hidden_s, self.calls)
-
-    @property
     def where(self) -> str:
         """The module, else the parameters, else the operator."""
         if self.path:

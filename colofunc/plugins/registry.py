@@ -155,7 +155,7 @@ def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
     return resolve_topology(name, build_registry(plugins).topologies)
 
 
-def schedule(name: str, registry: Registry | None = None) -> Schedule:
+def schedule_named(name: str, registry: Registry | None = None) -> Schedule:
     """A pipeline schedule by name, of the plugins that are installed or those of a registry.
 
     Raises PlanError with near names.

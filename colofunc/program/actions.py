@@ -32,8 +32,6 @@ import attrs
 from colofunc.errors import PlanError
 
 KINDS = ("F", "B", "I", "W")
-BACKWARD = ("B", "I")
-"""Kinds that give the gradient that the stage before waits for."""
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
 _SHOWN = 4
 """An error names at most this many actions of one kind of mistake."""

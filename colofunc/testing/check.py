@@ -241,7 +241,7 @@ class OutputTolerances:
         traced = self._low.traced
         if position >= len(traced.out_names):
             return None
-        first = traced.in_tree.children[0].children[0]
+        first = traced.in_tree.children[0]
         if self._goes_on and position < len(first.names()):
             return f"{self._where}{traced.names[position]}"
         return f"{self._where}{traced.out_names[position]}"

@@ -54,8 +54,7 @@ def one_f_one_b(
 
 
 def interleaved(chunks: int = 2) -> cf.ext.Schedule:
-    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends.
-    """
+    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends."""
     name = "interleaved-1f1b" if chunks == 2 else f"interleaved-1f1b-{chunks}"
     return cf.ext.Schedule(
         name, partial(_interleaved, chunks), stages_per_rank=chunks, least_per_rank=1, whole_groups=True
@@ -255,14 +254,14 @@ def automatic(
     )
 
 
-def of_placements(name: str, among: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
-    """The fastest of schedules that look at costs and have one placement each; the first of them where there are no
-    costs to look at.
+def of_placements(among: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
+    """The schedule "auto": the fastest of those that look at costs and have one placement each; the first of them where
+    there are no costs to look at.
     """
     first = among[0]
     make = partial(_of_placements, among)
     return cf.ext.Schedule(
-        name, make, first.stages_per_rank, first.placement, splits_backward=True, looks_at_costs=True, among=among
+        "auto", make, first.stages_per_rank, first.placement, splits_backward=True, looks_at_costs=True, among=among
     )
 
 
@@ -402,5 +401,5 @@ def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
         automatic("auto-interleaved", 2, "loop", in_turn),
     )
     span = automatic("auto-span", 1, "loop", one, by_span=True)
-    records = (*one, *in_turn, *vee, of_placements("auto", placed), *placed, span)
+    records = (*one, *in_turn, *vee, of_placements(placed), *placed, span)
     return {record.name: record for record in records}

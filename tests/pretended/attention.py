@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-Bits = dict[str, Any]
 # Tests of the callers may add float64, which no such kernel takes.
 HALVES = [torch.bfloat16, torch.float16]
 EFFICIENT = [torch.bfloat16, torch.float16, torch.float32]

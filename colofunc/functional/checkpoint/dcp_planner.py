@@ -25,7 +25,7 @@ from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.dcp import boxes, value_of
 from colofunc.functional.checkpoint.files import PieceToWrite
 from colofunc.functional.checkpoint.parts import Ranks, StateLeaf
-from colofunc.functional.checkpoint.staging import ahead
+from colofunc.functional.checkpoint.staging import stage_ahead
 from colofunc.spec.regions import Region
 
 Values = dict[
@@ -81,7 +81,7 @@ def _write_item(leaf: StateLeaf, box: Region) -> WriteItem:
 def write(folder: Path, leaves: list[StateLeaf], content: dict[str, Any], ranks: Ranks) -> None:
     """Write this rank's parts, and on rank 0 the metadata. Collective."""
     written = [(leaf, item) for leaf in leaves for item in leaf.items(ranks.rank)]
-    staged = ahead([item for _, item in written])
+    staged = stage_ahead([item for _, item in written])
     values: Values = {}
     for (leaf, _), item in zip(written, staged, strict=True):
         for box in boxes(leaf.name, item.region):

@@ -129,7 +129,7 @@ class Window:
         self.values = staged.values()
 
 
-def ahead(items: Sequence[PieceToWrite], window_bytes: int = WINDOW_BYTES) -> list[PieceToWrite]:
+def stage_ahead(items: Sequence[PieceToWrite], window_bytes: int = WINDOW_BYTES) -> list[PieceToWrite]:
     """The items, whose values are asked for one after another, with those of the next window on their way to the host
     meanwhile.
 

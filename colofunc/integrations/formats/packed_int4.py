@@ -43,7 +43,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 ONES = 0x11111111
 """1 in each of the eight numbers of an int32."""
 WORDS = 16
-"""So many int32 of each row are unpacked at a time where they are turned."""
+"""int32 of each row that are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 INPUTS = ("input_scale", "input_zero_point")
 """What static quantization of inputs has measured. Steps round inputs by their own largest numbers, and would drop
@@ -77,10 +77,10 @@ def _eighths(rows: slice) -> tuple[slice, slice]:
 # ---- shapes ----
 
 
-def _check_bits(tensors: Tensors, key: str, bits: object) -> None:
+def _check_bits(tensors: Tensors, bits: object) -> None:
     if bits not in (4, None):
         raise tensors.wrong(
-            key, f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing"
+            "qweight", f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing"
         )
 
 
@@ -158,7 +158,7 @@ def _has_words(tensors: Tensors) -> bool:
 
 
 def _read_gptq(tensors: Tensors) -> Quantized:
-    _check_bits(tensors, "qweight", tensors.config.get("bits"))
+    _check_bits(tensors, tensors.config.get("bits"))
     version = tensors.config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise tensors.wrong(
@@ -260,7 +260,7 @@ def _is_awq(tensors: Tensors) -> bool:
 
 
 def _read_awq(tensors: Tensors) -> Quantized:
-    _check_bits(tensors, "qweight", tensors.config.get("bits", tensors.config.get("w_bit")))
+    _check_bits(tensors, tensors.config.get("bits", tensors.config.get("w_bit")))
     version = tensors.config.get("version", "gemm")
     if str(version).lower() != "gemm":
         raise tensors.wrong(

@@ -110,7 +110,7 @@ def search_splits(
     slack = tries[0].search.slack
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
     bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
-    found = one.search.within(most_s)
+    found = one.search.leanest_within(most_s)
     gave_up = any(each.search.gave_up for each in tries)
     return OffloadCandidate(
         one.over,

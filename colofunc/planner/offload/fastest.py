@@ -9,7 +9,7 @@ fastest is written down (`Tiered`).
     program -> items, uses, seconds -> reside() per split of the updates -> the fastest -> program with copies
 
 The last parameters' updates stay on the device where that hides the tail: how many is found by trying. What is small is
-not worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`):
+not worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`disk`):
 then the fastest are also looked for as if copies took as long as the disk makes them, and the fastest with its disk is
 taken.
 """

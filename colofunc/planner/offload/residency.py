@@ -103,7 +103,7 @@ def reside(trace: Trace, budget_bytes: int, links: Links, slack: float | None = 
     """
     search = ResidencySearch(trace, budget_bytes, links, slack)
     search.run()
-    return search.within(search.fastest_s * (1 + search.slack))
+    return search.leanest_within(search.fastest_s * (1 + search.slack))
 
 
 def _check_trace(trace: Trace) -> None:
@@ -185,12 +185,12 @@ class ResidencySearch:
         assert self.best is not None, "something was tried"
         return self.best.seconds
 
-    def within(self, most_s: float) -> Residency:
+    def leanest_within(self, most_s: float) -> Residency:
         """Of what was tried and takes at most so long, what moves fewest bytes; the fastest where nothing does."""
         return self.still if self.still is not None else self._result(self._leanest(most_s))
 
     def moved_bytes(self, most_s: float) -> int:
-        """Bytes that `within` so long are copied, both ways."""
+        """Bytes that `leanest_within` copies, both ways."""
         return 0 if self.still is not None else self._leanest(most_s).moved
 
     def least_bytes(self) -> int:

@@ -3,8 +3,8 @@
 Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
 flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend
 on the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
-comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `late` (every set of values, for
-few values), `relaxed` (linear programs, where forward is no chain).
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `exhaustive` (every set of
+values, for few values), `relaxed` (linear programs, where forward is no chain).
 
     for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
         ...
@@ -33,7 +33,7 @@ from colofunc.planner.recompute.stages import ForwardChain, ForwardStage, NodeS,
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import memory
-from colofunc.program.passes.loop import within
+from colofunc.program.passes.loop import change_bodies
 from colofunc.program.passes.recompute import Replay
 from colofunc.spec.layout import At
 
@@ -50,10 +50,9 @@ FEW = 64
 """Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory
 used."""
 FINE, FEW_COUNTED = 1e-3, 2
-"""Where more than so many orders are counted, one that would gain a smaller part of the step's work than FINE is
-not."""
+"""Beyond FEW_COUNTED counted orders, one that would gain a smaller part of the step's work than FINE is not counted."""
 GUESSES = 8
-"""So many orders are counted where one is expected to fit just so, before what is left of them is halved."""
+"""At most this many orders are counted around the one that is expected to fit just so, before bisection of the rest."""
 NARROW, BESIDE = 1e-3, 4
 """An order that misses the budget by a smaller part of it says nothing about the next faster one: peaks nearly go with
 the memory given. At most BESIDE of these are counted. GPT-2 small at the partitioner's peak (`python -m bench budget`,
@@ -427,7 +426,7 @@ class _Proposals:
 
 def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
     """The program and the bodies of its loops."""
-    return within(change(program), change)
+    return change_bodies(change(program), change)
 
 
 def _sweeps(chain: ForwardChain) -> Sequence[Sweep]:

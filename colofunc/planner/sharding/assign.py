@@ -35,8 +35,6 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
 
-SEED = 0
-"""Of the random cuts of every search: all ranks find the same."""
 BATCHES = 5
 """At most this many ways to lay out the batch, the most split first, are begun from."""
 RESTARTS = 2
@@ -160,11 +158,11 @@ def assign(
         make = partial(_assignment, program, again, found.ties, alive, regather)
         if price_s or budget_bytes is None:
             known = [*memo.fits.get(regather, ()), *(list(one.choice) for one in dear)]
-            dear.append(make(at_price(again, alive, found.choice, price_s, SEED, effort, known, restarts)))
+            dear.append(make(at_price(again, alive, found.choice, price_s, effort, known, restarts)))
             continue
         before = memo.fits.setdefault(regather, [])
         result = memo.missed(regather, budget_bytes) or fit_within(
-            again, alive, found.choice, budget_bytes, SEED, effort, before
+            again, alive, found.choice, budget_bytes, effort, before
         )
         if result.choice is not None:
             before.append(result.choice)
@@ -219,7 +217,7 @@ def _fastest(
         begin = [_choice_of(start, ties, options) for start in starts]
         if fresh:
             begin += _starts(program, ties, model)
-        choice = search_neighbours(model, begin, SEED, effort, fresh, restarts)
+        choice = search_neighbours(model, begin, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"

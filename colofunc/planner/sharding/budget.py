@@ -64,7 +64,6 @@ def fit_within(
     live: Liveness,
     start: Sequence[int],
     budget_bytes: int,
-    seed: int,
     effort: Effort,
     before: Sequence[Sequence[int]] = (),
 ) -> Fit:
@@ -80,7 +79,7 @@ def fit_within(
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)
     for turn in range(16):
-        choice = search_neighbours(_priced(model, charge, price), [choice, *before], seed, light, fresh=turn == 0)
+        choice = search_neighbours(_priced(model, charge, price), [choice, *before], light, fresh=turn == 0)
         cost_s, peak = model.true_cost(choice), live.peak(choice)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
         if peak.nbytes < least[0]:
@@ -116,7 +115,6 @@ def at_price(
     live: Liveness,
     start: Sequence[int],
     price_s_per_byte: float,
-    seed: int,
     effort: Effort,
     before: Sequence[Sequence[int]] = (),
     restarts: int = 0,
@@ -131,7 +129,7 @@ def at_price(
     best = (model.true_cost(start) + price_s_per_byte * peak.nbytes, choice)
     for turn in range(TURNS_FROM_LIKE if restarts else 1):
         priced = _priced(model, charge, price_s_per_byte)
-        found = search_neighbours(priced, [choice, *before], seed, light, False, 0 if turn else restarts)
+        found = search_neighbours(priced, [choice, *before], light, False, 0 if turn else restarts)
         peak = live.peak(found)
         best = min(best, (model.true_cost(found) + price_s_per_byte * peak.nbytes, found))
         if found == choice:

@@ -26,7 +26,7 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
 MOST_AXES = 2
-"""So many axes are decided together; over more of them no model has all options."""
+"""At most this many axes are decided together; over more of them no model has all options."""
 ROUNDS = 3
 """At most this many turns of each axis."""
 ENOUGH = 1e-3

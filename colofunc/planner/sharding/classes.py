@@ -23,6 +23,9 @@ from colofunc.program.ir import Node, Program, Ref, Value, computed_once, map_re
 SMALL = 96
 """Programs of at most this many nodes are decided call by call."""
 
+ROUNDS = 3
+"""At most this many rounds in which colours of producers and consumers are added."""
+
 LONG = 8
 """Operands of a list longer than this are alike to the one who makes them: the k-th of 772 norms to be stacked."""
 
@@ -59,9 +62,7 @@ def item_of(program: Program, item: int) -> Node | Value:
     return program.values[program.inputs[item]] if item < n else program.nodes[item - n]
 
 
-def tie(
-    program: Program, extra: Callable[[int], Hashable] = lambda item: None, rounds: int = 3, enabled: bool | None = None
-) -> Ties:
+def tie(program: Program, extra: Callable[[int], Hashable] = lambda item: None, enabled: bool | None = None) -> Ties:
     """Classes of like items. `extra(item)` keeps items apart that differ in it (their constraints, say)."""
     n = len(program.inputs)
     total = n + len(program.nodes)
@@ -72,7 +73,7 @@ def tie(
     producers, consumers = _links(program)
     colours = _number((kind, extra(item)) for item, kind in enumerate(_kinds(program)))
     count = max(colours, default=-1) + 1
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         signatures = []
         for item in range(total):
             made_by = tuple([(colours[producer], result) for producer, result in producers[item]])

@@ -160,7 +160,7 @@ def leaning(
             extra_s = []
             for nbytes, kind in zip(held_bytes, kinds, strict=True):
                 extra_s.append(nbytes * (part * price_s if kind == priced_kind else 0.0))
-            yield search_neighbours(model.priced([0.0] * len(model.flows), extra_s), [start], 0, LIGHT, fresh=False)
+            yield search_neighbours(model.priced([0.0] * len(model.flows), extra_s), [start], LIGHT, fresh=False)
 
 
 def _kind(program: Program, ties: Ties, variable: int) -> str:
@@ -191,9 +191,7 @@ def roomy(
             # What is the fastest with more room and needs less is the fastest here.
             if least <= limit <= budget_bytes and not _fits(needed, choice, limit):
                 extra = [np.where(sizes > limit, BIG, 0.0) for sizes in needed]
-                choice = search_neighbours(
-                    model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False
-                )
+                choice = search_neighbours(model.priced([0.0] * len(model.flows), extra), [start], LIGHT, fresh=False)
                 if _fits(needed, choice, limit):
                     yield choice
 

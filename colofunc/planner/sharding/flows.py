@@ -68,7 +68,7 @@ def settled_layout(source: Layout, how: Layout | str) -> Layout:
 class Conversions:
     """Seconds of conversions on one mesh, BIG where there is no way from one layout to the other.
 
-    Note [Starts that are shared]. A model has dozens of small gradients, and each collective takes a while to start.
+    Starts are shared: a model has dozens of small gradients, and each collective takes a while to start.
     What the update alone reads can wait, and state can be asked for early, so such collectives become one bucket later
     (`program/passes/buckets.py`): of each counts what it moves, its part of one start, and to be copied into a bucket
     and out of it, where that is less than a start of its own. What flows through the layers is waited for at once and

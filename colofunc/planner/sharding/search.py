@@ -28,6 +28,8 @@ STARTS = 3
 """At most this many of the assignments to begin from are improved, the cheapest."""
 EVEN = 0.5
 """What each use pays of a conversion that may be shared, in the model by which a search leaves a local optimum."""
+SEED = 0
+"""Of the random cuts of every search: all ranks find the same."""
 TRIES = 3
 """The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
 
@@ -53,7 +55,6 @@ NORMAL = Effort()
 def search_neighbours(
     model: PairwiseModel,
     starts: Sequence[Sequence[int]] = (),
-    seed: int = 0,
     effort: Effort = NORMAL,
     fresh: bool = True,
     restarts: int = 0,
@@ -65,7 +66,7 @@ def search_neighbours(
     exact = _exact(model, effort)
     if exact is not None:
         return exact
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     quick = _quick(effort)
     pool = [list(start) for start in starts]
     if fresh or not pool:
@@ -78,11 +79,11 @@ def search_neighbours(
         pool.append(recover(improve(core, list(start), rng, quick)))
     best = min(pool, key=model.true_cost)
     if restarts:
-        return _restarted(model, best, seed, effort, restarts)
+        return _restarted(model, best, effort, restarts)
     position = Position(model, best)  # where one try has been, another one knows its way
     ends = []
     for number in progress.over("sharding searches", range(TRIES if fresh else 1)):
-        ends.append(polish(position, best, np.random.default_rng((seed, number)), effort))
+        ends.append(polish(position, best, np.random.default_rng((SEED, number)), effort))
     return min(ends, key=model.true_cost)
 
 
@@ -91,7 +92,7 @@ def _quick(effort: Effort) -> Effort:
     return attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
 
 
-def _restarted(model: PairwiseModel, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
+def _restarted(model: PairwiseModel, start: list[int], effort: Effort, restarts: int) -> list[int]:
     """The best of descents that begin at `start` and where the pairwise model with even splits leads from there.
 
     A choice that was good for other sizes is often a local optimum of these. A model that splits conversions in another
@@ -100,9 +101,9 @@ def _restarted(model: PairwiseModel, start: list[int], seed: int, effort: Effort
     light, quick = lighter(effort), _quick(effort)
     core, recover = model.pair_graph(EVEN).reduce()
     position = Position(model, start)
-    ends = [polish(position, start, np.random.default_rng(seed), light)]
+    ends = [polish(position, start, np.random.default_rng(SEED), light)]
     for number in progress.over("sharding searches", range(restarts)):
-        rng = np.random.default_rng((seed, number))
+        rng = np.random.default_rng((SEED, number))
         elsewhere = recover(improve(core, list(start), rng, quick))
         ends.append(polish(position, elsewhere, rng, light))
     return min(ends, key=model.true_cost)

@@ -33,11 +33,11 @@ from colofunc.planner.stages.forward_pass import reading_of
 from colofunc.program.ir import Node, Program
 
 BISECTIONS = 40
-"""So often the least cap that some cut keeps to is halved."""
+"""Number of bisections for the least cap that some cut keeps to."""
 MOST_CUTS = 20_000
-"""Where there are no more cuts than these, every one is looked at."""
+"""Up to this many cuts, every one is looked at."""
 NEAR = 1e-9
-"""Bytes that differ by a smaller part are equal."""
+"""Relative difference below which two numbers of bytes count as equal."""
 
 
 @attrs.frozen

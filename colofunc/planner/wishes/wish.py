@@ -5,10 +5,10 @@
     lambda name, shape: "(tp o) i" or None     a function of parameter name and global shape
     Wish("*", "(dp ...)", axes=("dp",))        what a named plan such as zero(3, "dp") gives
     Wish("*", ("(dp o) i", "o (dp i)"))        one of several, the cheapest
-    Wish("batch.*", "(dp ...)", along=True)    and every operator that it reaches by itself works so (`follow`)
+    Wish("batch.*", "(dp ...)", along=True)    and every operator that it reaches by itself works so (`propagation`)
 
 Problem: dicts, functions and named plans say the same in different ways. Idea: all become one record, `Wish`; what it
-means for a program's leaves and operators, and that a clash is an error, is `wished`'s.
+means for a program's leaves and operators, and that a clash is an error, is said by `wish_constraints`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Parameters keep their own layouts. Those of a chunk that a step donates lie one 
 says which, `executors` and `compiler` keep them so), so that they are gathered without a copy; updates in place write
 through.
 
-Note [Copied out]. A gathered chunk is (ranks, elements of a rank), so one parameter's rows (n, a/n, b) lie a whole
+A gathered chunk is (ranks, elements of a rank), so one parameter's rows (n, a/n, b) lie a whole
 chunk apart from rank to rank and b apart inside: no strides of a matrix (a, b) say that, unless the chunk holds one
 parameter, which is then a view. So every other weight is copied once out of the buffer, as FSDP2 does. A batched
 product over ranks could read it as it lies, but gives (n, tokens, a/n), and putting that in order copies activations

@@ -21,7 +21,7 @@ from math import inf
 from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
-from colofunc.program.passes.loop import within
+from colofunc.program.passes.loop import change_bodies
 from colofunc.program.passes.schedule import next_of_kind, stream_of
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
@@ -37,7 +37,7 @@ def reduce_early(program: Program) -> Program:
 
     In the body of a loop so does what its node gathers over the trips.
     """
-    return _early(within(program, lambda body: _early(body, gathered=True)))
+    return _early(change_bodies(program, lambda body: _early(body, gathered=True)))
 
 
 def _early(program: Program, gathered: bool = False) -> Program:

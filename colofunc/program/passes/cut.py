@@ -8,7 +8,7 @@ which part for which microbatch:
 
 What part a node is in, `parts_of_nodes` finds. See Note [Floating] there of what is in none.
 
-Note [Sends]. What is sent belongs to the part that makes it, and is received in the part that first reads it
+What is sent belongs to the part that makes it, and is received in the part that first reads it
 (`places.on_rank`). A value that is sent only to be gathered is gathered where it is, and sent once, behind the loop.
 
 Source: the parts F, B, I and W are those of Zero Bubble Pipeline Parallelism (2401.10241), section 2.

@@ -45,7 +45,7 @@ from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_pointwise, is_wire, kind_of, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
-from colofunc.program.passes.loop import within
+from colofunc.program.passes.loop import change_bodies
 from colofunc.program.passes.reuse import fuse, kept_for_one_part, reuse, written_over
 from colofunc.program.passes.schedule import updates_early
 from colofunc.program.places import made_at
@@ -64,7 +64,7 @@ def in_place(program: Program, temporaries: bool = True, every_state: bool = Fal
     program = _leaving_apart(program)
     program = fuse(program) if temporaries else program
     written = updates_early(_written_over(_over_donated(program, every_state), every_state))
-    return within(reuse(written), _body, kept_for_one_part) if temporaries else within(written, _stage)
+    return change_bodies(reuse(written), _body, kept_for_one_part) if temporaries else change_bodies(written, _stage)
 
 
 def _leaving_apart(program: Program) -> Program:

@@ -19,7 +19,7 @@ Owned = Callable[[Loop], Sequence[Collection[int]]]
 """Of a loop in parts, the values from other parts that each part alone reads and may write over."""
 
 
-def within(program: Program, change: Callable[..., Program], owned: Owned | None = None) -> Program:
+def change_bodies(program: Program, change: Callable[..., Program], owned: Owned | None = None) -> Program:
     """`program` with the body of every loop changed. owned: `change` is told as well what a part may write over of what
     it is given.
     """
@@ -27,7 +27,7 @@ def within(program: Program, change: Callable[..., Program], owned: Owned | None
         return program
 
     def at_every_depth(body: Program, *own: Collection[int]) -> Program:
-        return within(change(body, *own), change, owned)
+        return change_bodies(change(body, *own), change, owned)
 
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
@@ -38,7 +38,7 @@ def within(program: Program, change: Callable[..., Program], owned: Owned | None
 
 def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = None) -> Loop:
     """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts. owned:
-    see `within`.
+    see `change_bodies`.
     """
     timetable = loop.cut_by
     if timetable is None:

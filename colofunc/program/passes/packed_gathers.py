@@ -4,7 +4,7 @@ Problem: a weight that is widened for a product (see `packed_reads`) may be wide
 which takes fewer collectives. In a loop over microbatches all widened weights then lie beside the loop, where they were
 gathered once. Idea: widening is row by row, and column group by column group, so it gives the same bits before a gather
 as behind it. The packed tensors are gathered in its place, a fraction of the bytes, and the loop widens one weight at a
-time (`loop.fold`).
+time (`fold.fold`).
 
     %3 = int8_dequantize(%1, %2)    %4 = all_gather(%3, ('dp',), 4)    %5 = rearrange(%4, 'a b c -> (a b) c')
     ->

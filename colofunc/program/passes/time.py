@@ -9,7 +9,7 @@ alone; batch leaves lie as `(time b) ...` and every operator follows by the rule
     nll_loss      the mean divides by the number of labels of the *whole* batch: an all_reduce over time
 
 What comes out is a program in which `time` is an axis like any other (it can run on a simulated mesh that has it);
-`loop.fold` then runs its ranks one after another. A value lies in one of three ways over time: split on a dim, pending,
+`fold.fold` then runs its ranks one after another. A value lies in one of three ways over time: split on a dim, pending,
 or whole. Conversions are an accumulation (pending -> whole), a stack (split -> whole) and a slice (whole -> split), so
 each node takes its operands as they lie wherever a strategy allows. Strategies that need fewer accumulations before
 them come first; among those, fewer conversions.
@@ -72,10 +72,10 @@ def over_time(
 
 
 def lies_over_time(
-    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: LoweringRules
+    program: Program, leaves: Iterable[int], microbatches: int, rules: LoweringRules
 ) -> tuple[dict[int, Layout], Program]:
     """How each value of a program, local or global, lies over time, and the program with that axis."""
-    built = _build(program, leaves, microbatches, axis, rules)
+    built = _build(program, leaves, microbatches, "time", rules)
     lies = dict(built.lies)
     return lies, _finished(built)
 

@@ -3,17 +3,17 @@
 Problem: a module may keep what it computed of a parameter (attention biases, looked up once, in a dict for eval mode).
 A trace takes such a tensor for a constant, so the parameter trains without its gradient. Idea: a table stands for no
 parameter. What a trace captures is refused if it has a gradient's history, if the module computes it of parameters
-again once it is gone (see `refilled`), or if its module has a parameter that the same forward does not read. Of what
-was made since the model was taken apart the parameters of submodules count too, and where there are none those of the
-nearest module around it that has some.
+again once it is gone (see `_refuse_refilled`), or if its module has a parameter that the same forward does not read. Of
+what was made since the model was taken apart the parameters of submodules count too, and where there are none those of
+the nearest module around it that has some.
 
     model = functional(module)
     module(x)                      # fills the attributes rope.cos and attn.bias_cache
     step(state, batch)             # TraceError: ... attribute 'bias_cache' of 'attn' ... computed of 'attn.biases' at model.py:9
 
-What the forward puts into attributes while it is traced is taken out of them after the trace (see `held`). Not seen is
-what was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or in one
-that the module does not fill in again, of a parameter that the forward reads besides.
+What the forward puts into attributes while it is traced is taken out of them after the trace (see `_put_back`). Not
+seen is what was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or
+in one that the module does not fill in again, of a parameter that the forward reads besides.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from colofunc.program.tracing.module_tensors import ContainerBefore
 _HERE = os.path.dirname(os.path.abspath(compat.__file__)) + os.sep
 _COMMAND_LINE = os.path.join(_HERE, "cli.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join("torch", "distributions") + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _GENERATED = ("<string>", "<frozen", "<attrs", "<eval_with_key>", "<__array_function__")
 
@@ -212,9 +213,9 @@ def inside_file(suffix: str, function: str = "") -> bool:
     return any(code.co_filename.endswith(suffix) and function in ("", code.co_name) for code in _running())
 
 
-def inside_folder(folder: str) -> bool:
-    """Whether a frame of the current stack runs code of a file below `folder`."""
-    return any(folder in code.co_filename for code in _running())
+def inside_distributions() -> bool:
+    """Whether a frame of the current stack runs code of torch.distributions."""
+    return any(_DISTRIBUTIONS in code.co_filename for code in _running())
 
 
 def _running() -> Iterator[CodeType]:

@@ -10,7 +10,7 @@ scatter operators; other views of the root are derived again when they are next 
     y.add_(1)            %3 = add(%2, 1); %4 = slice_scatter(%1, %3, 0, 1)       x is %4 now
     x.sum()              %5 = sum(%4)
 
-What each kind of operator does is in `trace_ops`; how a view is written through is in `trace_views`.
+What each kind of operator does is in `ops`; how a view is written through is in `views`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, 
 class TracedStorage:
     """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf.
 
-    `number`: it stands for a Python float, and takes part in type promotion like one (see `trace_numbers`).
+    `number`: it stands for a Python float, and takes part in type promotion like one (see `numbers`).
     `scattered`: an input that the caller does not have contiguous, though it counts as that. `depth`: of the gradients
     taken with respect to it, how deep the outermost lies in others (1: in none); 0: none was seen. `reshaped`: where a
     view of it was given another shape in place (see Note [Views that are reshaped in place]).

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -41,14 +41,12 @@ from colofunc.spec.rule import TensorType
 
 __all__ = ["Traced", "phase", "record_local", "trace", "watch_modules"]
 
-Modes = Callable[[Callable[[], torch.Tensor]], Sequence[TorchFunctionMode]]
-
 
 @attrs.frozen
 class Traced:
     """A traced function: its program and how to pack its arguments and unpack its results.
 
-    `in_tree` is the tree of (args, kwargs) with leaves named as the function names its parameters; program inputs are
+    `in_tree` is the tree of the arguments with leaves named as the function names its parameters; program inputs are
     those leaves in order, then the seed where `uses_seed`, then the constants.
     `captured`: value id -> the tensor that the function took from outside, as it stands there.
     `modules`, `models`: those that the function has called, and whose modes and frozen weights are part of the program.
@@ -66,9 +64,9 @@ class Traced:
     models: tuple[HasFrozen, ...] = attrs.field(default=(), eq=False, repr=False)
     guessed: bool = False
 
-    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    def pack(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The tensor leaves of a call, in the order of the program's inputs. Raises InputError for another tree."""
-        leaves, tree = flatten((tuple(args), dict(kwargs or {})))
+        leaves, tree = flatten(tuple(args))
         if _nameless(tree) != _nameless(self.in_tree):
             raise InputError("the arguments have another structure or other static values than the traced call")
         return leaves
@@ -87,35 +85,28 @@ def _nameless(tree: Tree) -> Any:
 def trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
     *,
-    params: Iterable[str] = (),
-    roles: Mapping[str, str] | None = None,
     role_of: Callable[[torch.Tensor], str] | None = None,
-    modes: Modes = canonical.modes,
 ) -> Traced:
-    """Trace `fn(*args, **kwargs)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
+    """Trace `fn(*args)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
 
-    `params`: names of leaves that are parameters, besides those found to be differentiated. `roles`: leaf name -> role,
-    overriding what is found. `role_of`: what a leaf carries as its role, "" where it has none. `modes`: makes the modes
-    of canonical operators from a provider of the hidden seed. Raises TraceError where one recorded program could not
-    repeat what the function does.
+    `role_of`: what a leaf carries as its role, "" where it has none. Raises TraceError where one recorded program could
+    not repeat what the function does.
     """
-    tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
+    tree, leaves = _name_arguments(fn, tuple(args))
     rec = Recorder(handler_of)
     try:
-        differentiated, out_ids, out_tree = _observe(rec, fn, tree, leaves, modes)
+        differentiated, out_ids, out_tree = _observe(rec, fn, tree, leaves)
     finally:
         words = put_back_attributes(rec)
     warn_of_put_back(words)
     refuse_leaks(rec)
-    given = {**dict.fromkeys(params, "param"), **(roles or {})}
     carried = {}
     for name, leaf in zip(tree.names(), leaves, strict=True):
         role = "" if role_of is None else role_of(leaf)
         if role:
             carried[name] = role
-    values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, given, carried)
+    values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
@@ -125,7 +116,7 @@ def trace(
 
 
 def _observe(
-    rec: Recorder, fn: Callable[..., Any], tree: Tree, leaves: Sequence[torch.Tensor], modes: Modes
+    rec: Recorder, fn: Callable[..., Any], tree: Tree, leaves: Sequence[torch.Tensor]
 ) -> tuple[dict[str, int], list[int], Tree]:
     """Run the function: names of differentiated inputs and how deep they are that, value ids of the outputs, their
     tree.
@@ -141,7 +132,7 @@ def _observe(
     leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]
     functions = TraceFunctions(rec, leaves_with_grad)
     with noting(rec.where):
-        result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
+        result = _run(rec, fn, unflatten(tree, fakes), [functions, *canonical.modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
             f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would "
@@ -163,7 +154,7 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
     with compat.no_function_modes():  # of the dtypes that are named, also inside `float64()`
         leaves = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in types]
     fakes, _ = _make_inputs(rec, leaves, [f"arg{position}" for position in range(len(types))])
-    result = _run(rec, fn, (tuple(fakes), {}), [TraceFunctions(rec)])
+    result = _run(rec, fn, tuple(fakes), [TraceFunctions(rec)])
     out_ids, _ = _outputs(rec, result)
     return _assemble(rec, rec.values, len(leaves), out_ids)[0]
 
@@ -179,10 +170,8 @@ def _where_defined(fn: Callable[..., Any]) -> str:
 # ---- inputs ----
 
 
-def _name_arguments(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tree, list[torch.Tensor]]:
-    """The tree of (args, kwargs), its leaves named by the function's own parameters: `state.params.w`."""
+def _name_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tree, list[torch.Tensor]]:
+    """The tree of the arguments, its leaves named by the function's own parameters: `state.params.w`."""
     names = argument_names(fn, len(args))
     leaves: list[torch.Tensor] = []
     parts = []
@@ -190,14 +179,7 @@ def _name_arguments(
         found, tree = flatten(arg, name)
         leaves += found
         parts.append(tree)
-    keyed = []
-    for name, arg in kwargs.items():
-        found, tree = flatten(arg, name)
-        leaves += found
-        keyed.append(tree)
-    positional = Tree("sequence", "", tuple, tuple(range(len(args))), tuple(parts))
-    keywords = Tree("dict", "", dict, tuple(kwargs), tuple(keyed))
-    return Tree("sequence", "", tuple, (0, 1), (positional, keywords)), leaves
+    return Tree("sequence", "", tuple, tuple(range(len(args))), tuple(parts)), leaves
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
@@ -240,8 +222,7 @@ def _host_random_state() -> Any:
 # ---- running and collecting ----
 
 
-def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[TorchFunctionMode]) -> Any:
-    args, kwargs = arguments
+def _run(rec: Recorder, fn: Callable[..., Any], args: Sequence[Any], modes: Sequence[TorchFunctionMode]) -> Any:
     with ExitStack() as stack:
         stack.enter_context(activate(rec.where))
         stack.enter_context(rec)
@@ -251,7 +232,7 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
         for mode in modes:
             stack.enter_context(mode)
         try:
-            return fn(*args, **kwargs)
+            return fn(*args)
         except (RuntimeError, AttributeError) as error:
             said = in_words(error, rec.raised)
             if said is None:
@@ -291,21 +272,20 @@ def _with_roles(
     out_tree: Tree,
     out_ids: Sequence[int],
     differentiated: Mapping[str, int],
-    given: Mapping[str, str],
     carried: Mapping[str, str],
 ) -> tuple[dict[int, Value], bool]:
-    """Values with the roles of the inputs, given or observed, and whether these are a guess."""
+    """Values with the roles of the inputs, and whether these are a guess."""
     values = dict(rec.values)
     ids = {name: vid for vid, name in enumerate(tree.names())}
-    arguments = tuple(argument for part in tree.children for argument in part.children)
+    arguments = tree.children
     again = False
     if arguments:
         before = [values[ids[name]] for name in arguments[0].names()]
         again = comes_back(arguments[0], first_result(out_tree), before, [values[id] for id in out_ids])
     observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again, carried)
-    for name, role in {**observed.roles(), **given}.items():
+    for name, role in observed.roles().items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
-    return values, not given and observed.is_guess()
+    return values, observed.is_guess()
 
 
 def _assemble(

@@ -101,7 +101,7 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
         return Tree("static", name, value=obj)
     if isinstance(obj, (float, np.floating)):
         # A 0-dim float64 loses no digit; that it promotes as a Python float does is seen to by the trace
-        # (`trace_numbers`).
+        # (`tracing/numbers.py`).
         leaves.append(torch.tensor(float(obj), dtype=torch.float64))
         return Tree("tensor", name, type=float)
     if isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc":

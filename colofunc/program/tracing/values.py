@@ -18,7 +18,7 @@ from colofunc.ops.targets import target_of
 from colofunc.program.ir import Ref
 from colofunc.program.tracing import assertions
 from colofunc.program.tracing.infer import build, slots
-from colofunc.program.tracing.meta import inside_file, inside_folder, user_frame, user_line
+from colofunc.program.tracing.meta import inside_distributions, inside_file, user_frame, user_line
 from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
 
 aten = torch.ops.aten
@@ -27,7 +27,6 @@ EXPERTS_LOOP = os.path.join("transformers", "integrations", "moe.py")
 # Where torch.distributions looks at the values of its arguments, to see that they are valid.
 CHECKS = os.path.join("torch", "distributions", "distribution.py")
 FUNCTIONAL = os.path.join("torch", "nn", "functional.py")
-DISTRIBUTIONS = os.path.join("torch", "distributions") + os.sep
 
 
 def plain(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -126,7 +125,7 @@ def data_dependent(what: str) -> TraceError:
         return TraceError(
             f"GradScaler decides in Python whether to step ({user_line()}); use cf.precision(step, 'fp16') instead"
         )
-    if inside_folder(DISTRIBUTIONS):
+    if inside_distributions():
         return TraceError(
             f"torch.distributions chooses by the values of its arguments, at {user_line()}, and a step has none while "
             "it is traced. Try: validate_args=False if it looks whether they are valid, or the formula written with "

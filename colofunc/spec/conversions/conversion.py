@@ -127,9 +127,7 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
     moves: list[ConversionCall] = []
     for leg in route.legs:
         if leg.puzzle is None:
-            moves.append(
-                ConversionCall("fit", (leg.dst.local_shape,), leg.src.local_shape, leg.dst.local_shape, leg.dst)
-            )
+            moves.append(ConversionCall("fit", (leg.dst.local_shape,), leg.dst.local_shape, leg.dst))
         else:
             moves += lower(leg.puzzle, leg.steps, leg.src, axis_sizes)
     there = covers(src.at, dst.at)
@@ -179,9 +177,7 @@ def _send(src: Layout, dst: Layout, mesh: Mesh) -> ConversionCall:
     targets = tuple(range(mesh.axis_size(axis))) if dst.at is None else dst.at[1]
     members = tuple(sorted({source, *targets}))
     on = None if len(members) == mesh.axis_size(axis) else (axis, members)
-    return ConversionCall(
-        "send", ((axis,), mesh.axis_size(axis), source, targets), dst.local_shape, dst.local_shape, dst, on
-    )
+    return ConversionCall("send", ((axis,), mesh.axis_size(axis), source, targets), dst.local_shape, dst, on)
 
 
 def _sent_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

@@ -29,13 +29,12 @@ Form = tuple[tuple[int, ...], ...]  # dims of a local tensor as slots
 class ConversionCall:
     """One operator call on the value so far: `colofunc.<target>(x, *args)`.
 
-    `in_shape`, `local_shape`: of x and of the result. `layout`: of the result, None where it is none (a part of an
-    axis is placed, or chunks stand in front). `on`: who takes part; None: all.
+    `local_shape`: of the result. `layout`: of the result, None where it is none (a part of an axis is placed, or chunks
+    stand in front). `on`: who takes part; None: all.
     """
 
     target: str
     args: tuple[Any, ...]
-    in_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     layout: Layout | None = None
     on: At | None = None
@@ -106,10 +105,9 @@ class _Value:
 
     def emit(self, target: str, args: tuple[Any, ...], form: Form) -> None:
         """Add a move that leaves the tensor in this form. Its result has a layout where no chunks stand in front."""
-        before, after = self.shape(self.form), self.shape(form)
         self.form = form
         layout = self.layout() if form == self.home(self.where) else None
-        self.moves.append(ConversionCall(target, args, before, after, layout))
+        self.moves.append(ConversionCall(target, args, self.shape(form), layout))
 
     def rearrange(self, form: Form) -> None:
         """Bring the tensor into a form; no move where only slots of size 1 differ."""

@@ -61,10 +61,10 @@ def _bound(
     return bind(call, texts, [out], reduce=reduce, linear=linear, addends=[bias], sizes=sizes)
 
 
-def _with_flops(rule: Rule, call: Call, form: Format, data: int) -> Rule:
+def _with_flops(rule: Rule, call: Call, form: Format) -> Rule:
     """Two operations for each row of x and each number of the weight."""
     batch = prod(call.ins[0].shape[:-1])
-    return attrs.evolve(rule, flops=2 * batch * prod(call.ins[data].shape) * form.packed)
+    return attrs.evolve(rule, flops=2 * batch * prod(call.ins[1].shape) * form.packed)
 
 
 def _linear(form: Format) -> RuleFn:
@@ -73,7 +73,7 @@ def _linear(form: Format) -> RuleFn:
         bias = at(call, 1 + len(form.parts), "bias")
         texts: Texts = {0: f"{batch} {_columns(form)}", **_texts(form, 1), bias: "o"}
         summed = {"i": "sum", "g": "sum"}
-        return _with_flops(_bound(form, call, texts, f"{batch} o", summed, [{0, bias}], bias), call, form, 1)
+        return _with_flops(_bound(form, call, texts, f"{batch} o", summed, [{0, bias}], bias), call, form)
 
     return rule
 
@@ -82,7 +82,7 @@ def _linear_dx(form: Format) -> RuleFn:
     def rule(call: Call) -> Rule | None:
         batch = " ".join(names("b", len(call.ins[0].shape) - 1))
         texts: Texts = {0: f"{batch} o", **_texts(form, 1)}
-        return _with_flops(_bound(form, call, texts, f"{batch} {_columns(form)}", {"o": "sum"}, [{0}]), call, form, 1)
+        return _with_flops(_bound(form, call, texts, f"{batch} {_columns(form)}", {"o": "sum"}, [{0}]), call, form)
 
     return rule
 

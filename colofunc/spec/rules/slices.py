@@ -317,7 +317,7 @@ def diag_embed(call: Call) -> Rule | None:
 
 
 def unfold(call: Call) -> Rule | None:
-    dim, dims, sizes = _named_dim(call, 1, "dimension")
+    dim, dims, sizes = _dim_of_windows(call)
     if not dims:
         return None
     sizes |= {"n": out_shape(call)[dim], "w": out_shape(call)[-1]}
@@ -341,9 +341,9 @@ def unfold_backward(call: Call) -> Rule | None:
     )
 
 
-def _named_dim(call: Call, index: int, name: str) -> tuple[int, Operand, dict[str, int]]:
+def _dim_of_windows(call: Call) -> tuple[int, Operand, dict[str, int]]:
     shape = call.ins[0].shape
-    return wrap(call.arg(index, name, 0), len(shape)), *dims_of(shape)
+    return wrap(call.arg(1, "dimension", 0), len(shape)), *dims_of(shape)
 
 
 _BY_NAME: dict[RuleFn, str] = {
