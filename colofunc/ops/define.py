@@ -41,6 +41,7 @@ KINDS: Mapping[str, str] = {
     "rank": "what it gives depends on the rank, which needs no other for it",
     "layout": "the same elements in another shape, or later",
     "copy": "from one tier of memory to another",
+    "effect": "something is shown or handed on when a step comes there; it has no result",
 }
 """Kinds of operators that executors write themselves."""
 

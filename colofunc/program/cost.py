@@ -32,7 +32,7 @@ from colofunc.spec.rule import Call, Rule
 from colofunc.spec.strategies import FREE
 
 WIRE = facts.WIRE - {"all_gather_flat"} | {"send"}  # a gather of flat buffers is a gather
-LOCAL_ONLY = facts.LOCAL | {"debug", "receive"}
+LOCAL_ONLY = facts.LOCAL | facts.EFFECTS | {"receive"}
 
 RuleOf = Callable[[Call], Rule | None]
 

@@ -17,8 +17,7 @@ from math import prod
 import torch
 
 from colofunc.errors import ProgramError
-from colofunc.ops import collectives, copies, flat  # noqa: F401  which define the operators that are told apart here
-from colofunc.ops.debug import DEBUG
+from colofunc.ops import collectives, copies, debug, flat  # noqa: F401  which define the operators told apart here
 from colofunc.ops.define import OPERATORS, of_kind
 from colofunc.ops.targets import overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
@@ -48,6 +47,7 @@ LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
 WIRE = of_kind("wire")
 COPIES = of_kind("copy")
+EFFECTS = of_kind("effect")
 COLLECTIVES = frozenset(f"colofunc.{name}" for name in of_kind("wire", "peer", "rank"))
 """Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""
 
@@ -64,7 +64,7 @@ def is_product(target: str) -> bool:
 
 def kind_of(node: Node) -> tuple[str, bool] | None:
     """(kind, asynchronous) of a node that executors emit themselves: collectives, copies between tiers, `wait`, layout
-    moves, loops; else None."""
+    moves, effects, loops; else None."""
     return kind_of_target(node.target)
 
 
@@ -74,7 +74,7 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     if not target.startswith("colofunc."):
         return None
     name = target[len("colofunc.") :]
-    if name in WIRE or name in LOCAL or name in PEERS or name in COPIES or target in (LOOP, DEBUG):
+    if name in WIRE | LOCAL | PEERS | COPIES | EFFECTS or target == LOOP:
         return name, False
     base = name.removesuffix("_start")
     if base != name and (base in WIRE or base in COPIES):
@@ -98,6 +98,12 @@ def is_copy(node: Node) -> bool:
     """Whether a node copies from one tier of memory to another (asynchronous starts included)."""
     kind = kind_of(node)
     return kind is not None and kind[0] in COPIES
+
+
+def is_effect(target: str) -> bool:
+    """Whether an operator has no result but an effect, for which it stays where it stands (`cf.debug`)."""
+    kind = kind_of_target(target)
+    return kind is not None and kind[0] in EFFECTS
 
 
 def is_cast(node: Node) -> bool:
