@@ -19,6 +19,23 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.ops.scatter import COPIES_FIRST
 
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze select slice split split_with_sizes "
+        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real "
+        "view_as_complex "
+        "as_strided diagonal narrow chunk"
+    ).split()
+)
+"""Operators that only describe memory anew; without their overload."""
+RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
+"""Those that are told the sizes of their result: `view(x, sizes)`."""
+KEEP_ORDER = RESHAPES | {
+    "aten._reshape_alias.default", "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+}  # fmt: skip
+"""Those whose result has all elements of their operand, in their order, in another shape."""
+
 # Kernels may return other strides than the trace saw; a reshape copies only where a view is impossible.
 _RELAXED = {
     "aten.view.default": "aten.reshape.default",
@@ -56,6 +73,24 @@ _BY_VALUE: dict[str, Callable[..., torch.Tensor]] = {
     "aten.view.dtype": _view_as,
     **COPIES_FIRST,
 }
+
+
+@cache
+def is_view(target: str) -> bool:
+    """Whether an operator of torch only describes memory anew, so that it costs nothing to run; a reshape where no view
+    is possible, which copies, is among them.
+    """
+    return target.rsplit(".", 1)[0] in _VIEWS
+
+
+def keeps_order(target: str) -> bool:
+    """Whether an operator is a reshape: all elements of its operand, in their order, in another shape."""
+    return target in KEEP_ORDER
+
+
+def may_copy(target: str) -> bool:
+    """Whether a view copies where its operand does not lie as it wants it."""
+    return target in RESHAPES or target in _BY_VALUE or target == "aten._reshape_alias.default"
 
 
 @cache

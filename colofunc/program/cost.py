@@ -22,6 +22,7 @@ from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import HOST_KERNEL, Tiles, attention_flops_per_s
 from colofunc.ops.kernels import COPY, FUSED
 from colofunc.ops.scatter import TOUCH_A_PART
+from colofunc.ops.targets import is_view
 from colofunc.ops.twins import functional_of
 from colofunc.program import facts
 from colofunc.program.facts import written
@@ -29,7 +30,6 @@ from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.program.work_kinds import work_kind
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.strategies import FREE
 
 WIRE = facts.WIRE - {"all_gather_flat"} | {"send"}  # a gather of flat buffers is a gather
 LOCAL_ONLY = facts.LOCAL | facts.EFFECTS | {"receive"}
@@ -247,7 +247,7 @@ def _sort_of(target: str) -> str:
     """How an operator counts: as a collective, as a view, not at all (what only executors do), or by its work."""
     if _collective_kind(target) is not None:
         return WIRED
-    if target.rsplit(".", 1)[0] in FREE:
+    if is_view(target):
         return VIEW
     if target.removeprefix("colofunc.") in LOCAL_ONLY:
         return UNCOUNTED

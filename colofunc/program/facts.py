@@ -19,9 +19,8 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.ops import collectives, copies, debug, flat  # noqa: F401  which define the operators told apart here
 from colofunc.ops.define import OPERATORS, of_kind
-from colofunc.ops.targets import overload
+from colofunc.ops.targets import is_view, overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
-from colofunc.spec.strategies import FREE
 
 # Operators of torch, beside elementwise ones, whose results are memory of their own, whatever their arguments.
 MAKERS = frozenset(
@@ -183,7 +182,7 @@ def is_started(target: str) -> bool:
 
 @cache
 def _may_alias(target: str) -> bool:
-    if target.rsplit(".", 1)[0] in FREE or target.startswith("segment."):  # nobody looks into a compiled segment
+    if is_view(target) or target.startswith("segment."):  # nobody looks into a compiled segment
         return True
     kind = kind_of_target(target)
     if kind is not None:

@@ -31,7 +31,7 @@ from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
 from colofunc.program.passes.narrow_gradients import droppable_casts
-from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
+from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, looks_only, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
@@ -443,7 +443,7 @@ class _Writer:
         read: set[int] = set()
         for k in self.on_host:
             node = program.nodes[k]
-            if not is_view(node, found):
+            if not looks_only(node, found):
                 read.update(found.home[ref] for ref in node.refs)
         # Storages that are written later, in part, or by what plans its copies itself.
         not_whole = _shared(found)
@@ -469,7 +469,7 @@ class _Writer:
     def _touches(self, k: int) -> tuple[set[int], set[int]]:
         """Storages that a node reads or writes, and those that it writes or makes."""
         node, home = self.ground.program.nodes[k], self.ground.lies.home
-        if is_view(node, self.ground.lies):
+        if looks_only(node, self.ground.lies):
             return set(), set()
         changed = {home[id] for id in (*written(node), *node.results)}
         return changed | {home[id] for id in node.refs}, changed

@@ -32,6 +32,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops import fp8, fp8_products, int8_products, quantized, saved_activations
+from colofunc.ops.targets import keeps_order
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.product_forms import FORMS, Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
@@ -55,7 +56,7 @@ _BACKWARD = {
 WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT, fp8_products.PRODUCT}
 """Products whose second operand is the data of a packed weight."""
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
-_VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.", fp8.CAST)
+_COPIES = ("aten.view.dtype", "aten.clone.default", "aten._to_copy.default", fp8.CAST)
 _ROUNDED = (saved_activations.PACK, saved_activations.WIDEN)
 """What stands for a value in 8 bits, and the value again: about the same numbers."""
 
@@ -350,6 +351,6 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
 def root(makers: Mapping[int, Node], id: int) -> int:
     """The value that an id is, but for how its dims are cut and in which order they stand, and for casts and rounding.
     """
-    while id in makers and makers[id].target.startswith((*_TRANSPOSES, *_VIEWS, *_ROUNDED)):
+    while id in makers and (keeps_order(makers[id].target) or makers[id].target in (*_TRANSPOSES, *_COPIES, *_ROUNDED)):
         id = makers[id].refs[0]
     return id
