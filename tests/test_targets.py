@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from colofunc.ops.targets import KEEP_ORDER, RESHAPES, is_view, keeps_order, may_copy, overload, resolve
+from colofunc.errors import ProgramError
+from colofunc.ops.attention import attention, attention_backward
+from colofunc.ops.targets import KEEP_ORDER, RESHAPES, argument_at, is_view, keeps_order, may_copy, overload, resolve
 
 X = torch.arange(24.0).view(2, 1, 12)
 CALLS: dict[str, tuple[object, ...]] = {
@@ -50,3 +52,10 @@ GAPS: dict[str, Callable[[], torch.Tensor]] = {
 def test_a_view_may_copy_where_it_wants_its_operand_in_one_piece(target: str) -> None:
     copied = GAPS[target]().untyped_storage().data_ptr() != X.untyped_storage().data_ptr()
     assert is_view(target) and may_copy(target) == copied
+
+
+def test_arguments_are_found_by_name() -> None:
+    assert [argument_at(attention.name, name) for name in ("q", "bias", "causal", "window", "sizes")] == [0, 3, 5, 6, 12]
+    assert argument_at(attention_backward.name, "q") == 1
+    with pytest.raises(ProgramError, match=r"'aten.mm.default' has no argument 'q'. Try: one of \['mat2', 'self'\]"):
+        argument_at("aten.mm.default", "q")

@@ -143,7 +143,16 @@ def define(
         NUMBERED[f"{namespace}.{name}"] = arguments.index(number)
     gradient_at = None if updates_by is None else arguments.index(updates_by)
     operator = Operator(
-        f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at, narrow_where, narrow_on_device, product
+        f"{namespace}.{name}",
+        op,
+        kernel,
+        function,
+        own_memory,
+        kind,
+        gradient_at,
+        narrow_where,
+        narrow_on_device,
+        product,
     )
     OPERATORS[operator.name] = operator
     return operator

@@ -127,9 +127,18 @@ def argument_names(target: str) -> frozenset[str]:
     return frozenset(argument.name for argument in overload(target)._schema.arguments)
 
 
+@cache
+def argument_at(target: str, name: str) -> int:
+    """The position of an argument of an operator, by its schema; raises ProgramError where it has none of this name."""
+    for position, argument in enumerate(overload(target)._schema.arguments):
+        if argument.name == name:
+            return position
+    raise ProgramError(f"{target!r} has no argument {name!r}. Try: one of {sorted(argument_names(target))}")
+
+
 def forget_targets() -> None:
     """Targets are looked up anew: an operator was registered again under its name."""
-    for known in (resolve, overload, argument_names, target_of):
+    for known in (resolve, overload, argument_names, argument_at, target_of):
         known.cache_clear()
 
 
