@@ -9,7 +9,6 @@ until when a value is needed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from math import prod
@@ -19,6 +18,7 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.ops import collectives, copies, debug, flat  # noqa: F401  which define the operators told apart here
 from colofunc.ops.define import OPERATORS, of_kind
+from colofunc.ops.pattern_words import factors_of
 from colofunc.ops.targets import is_view, overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
 
@@ -201,34 +201,10 @@ def may_alias(node: Node) -> bool:
     return _may_alias(node.target)
 
 
-_TOKEN = re.compile(r"[()]|\w+")
-
-
-def _side(text: str) -> list[list[str]]:
-    """The dims of one side of a pattern, each the list of its factors."""
-    dims: list[list[str]] = []
-    inside = False
-    for token in _TOKEN.findall(text):
-        if token == "(":
-            dims.append([])
-            inside = True
-        elif token == ")":
-            inside = False
-        elif inside:
-            dims[-1].append(token)
-        else:
-            dims.append([token])
-    return [_without_ones(dim) for dim in dims]
-
-
-def _without_ones(dim: list[str]) -> list[str]:
-    return [factor for factor in dim if factor != "1"]
-
-
 def sides(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
     """Both sides of an einops pattern: per dim its factors, sizes of 1 left out."""
     left, right = pattern.split("->")
-    return _side(left), _side(right)
+    return factors_of(left), factors_of(right)
 
 
 @lru_cache(maxsize=1 << 14)
