@@ -1,4 +1,4 @@
-"""What is told of operators by their names: views, reshapes, and which of them may copy."""
+"""What is told of operators by their names and definitions: views, reshapes, which of them may copy, arguments, partners."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,9 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.attention import attention, attention_backward
+from colofunc.ops.define import OPERATORS
 from colofunc.ops.targets import KEEP_ORDER, RESHAPES, argument_at, is_view, keeps_order, may_copy, overload, resolve
+from colofunc.program.facts import backward_of, is_product, reads_rows, writes_rows
 
 X = torch.arange(24.0).view(2, 1, 12)
 CALLS: dict[str, tuple[object, ...]] = {
@@ -59,3 +61,17 @@ def test_arguments_are_found_by_name() -> None:
     assert argument_at(attention_backward.name, "q") == 1
     with pytest.raises(ProgramError, match=r"'aten.mm.default' has no argument 'q'. Try: one of \['mat2', 'self'\]"):
         argument_at("aten.mm.default", "q")
+
+
+def test_products_name_those_of_their_gradients() -> None:
+    assert backward_of("colofunc.linear") == ("colofunc.linear_dx", "colofunc.linear_dw")
+    assert backward_of("colofunc.int8_linear") == ("colofunc.int8_linear_dx",)
+    assert backward_of("aten.mm.default") == ("aten.mm.default",)
+    for target, made in OPERATORS.items():
+        assert all(map(is_product, (target, *made.backward_products))) or not made.backward_products
+
+
+def test_lookups_read_rows_and_their_gradients_write_some() -> None:
+    for lookup, gradient in (("aten.embedding.default", "aten.embedding_dense_backward.default"),
+                             ("colofunc.embedding_bag", "colofunc.embedding_bag_backward")):  # fmt: skip
+        assert reads_rows(lookup) and writes_rows(gradient) and not reads_rows(gradient) and not writes_rows(lookup)

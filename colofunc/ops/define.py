@@ -66,6 +66,8 @@ class Operator:
     narrow_where: Where | None = None
     narrow_on_device: bool = False
     product: bool = False
+    backward_products: tuple[str, ...] = ()
+    rows: str = ""
     # `op` for who calls it for small tensors, arguments by position
     bare: Callable[..., Any] = attrs.field(init=False, repr=False)
 
@@ -98,6 +100,8 @@ def define(
     narrow_where: Where | None = None,
     narrow_on_device: bool = False,
     product: bool = False,
+    backward_products: tuple[str, ...] = (),
+    rows: str = "",
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -118,6 +122,10 @@ def define(
     `narrow_on_device`: with these on a GPU, too, by a kernel in CUDA.
 
     `product`: most of its work is multiplying matrices, so that its results are dear to make again.
+    `backward_products`: of a product that a step writes, the names of those that its gradients are made by, where these are
+    products of ours.
+
+    `rows`: "read", few rows of its first operand; "written", few rows of its result, which are given to it.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -153,6 +161,8 @@ def define(
         narrow_where,
         narrow_on_device,
         product,
+        backward_products,
+        rows,
     )
     OPERATORS[operator.name] = operator
     return operator

@@ -41,6 +41,9 @@ PRODUCTS = frozenset(
     aten._int_mm aten.convolution aten.convolution_backward aten._scaled_dot_product_flash_attention_for_cpu
     aten._scaled_dot_product_flash_attention_for_cpu_backward""".split()
 )
+# Operators of torch that read, and that write, few rows of a table.
+READ_ROWS = frozenset(("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"))
+WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
@@ -59,6 +62,25 @@ def is_product(target: str) -> bool:
     """
     operator = OPERATORS.get(target)
     return target.rpartition(".")[0] in PRODUCTS if operator is None else operator.product
+
+
+def backward_of(target: str) -> tuple[str, ...]:
+    """The products that the gradients of a product are made by: torch's, where its definition names none."""
+    operator = OPERATORS.get(target)
+    named = () if operator is None else operator.backward_products
+    return named or ("aten.mm.default",)
+
+
+def reads_rows(target: str) -> bool:
+    """Whether an operator reads few rows of its first operand."""
+    operator = OPERATORS.get(target)
+    return target in READ_ROWS if operator is None else operator.rows == "read"
+
+
+def writes_rows(target: str) -> bool:
+    """Whether an operator writes few rows of its result, those that it is given."""
+    operator = OPERATORS.get(target)
+    return target in WRITE_ROWS if operator is None else operator.rows == "written"
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:

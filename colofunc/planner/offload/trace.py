@@ -26,7 +26,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.updates import IN_PLACE
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
 from colofunc.planner.offload.timeline import TraceLanes, play
-from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
+from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, reads_rows, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
@@ -119,14 +119,12 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
 
 
 BAG = "colofunc.embedding_bag"
-GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor", BAG})
-"""Operators that read few rows of their first operand."""
 
 
 def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
     values, outs = program.values, node.results
-    if node.target not in GATHERS:
+    if not reads_rows(node.target):
         return sum(values[id].nbytes for id in (*node.refs, *written(node), *outs))
     moved = sum(values[id].nbytes for id in (*node.refs[1:], *outs))
     if node.target == BAG:  # reads a row for each index, and writes one for each bag
@@ -145,7 +143,7 @@ def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
     moved_s = touched / device.memory_bytes_per_s
     work_s = device_s - device.launch_s
     # Of gathers the device's seconds count the whole table, and copies between tiers have none of their own.
-    bound_by_work = work_s > WORK * moved_s > 0 and node.target not in GATHERS and kind_of(node) is None
+    bound_by_work = work_s > WORK * moved_s > 0 and not reads_rows(node.target) and kind_of(node) is None
     return mesh.host_s(touched) * (work_s / moved_s if bound_by_work else 1.0)
 
 

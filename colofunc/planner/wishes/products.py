@@ -37,6 +37,7 @@ from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.product_forms import FORMS, Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
+from colofunc.program.facts import backward_of
 from colofunc.program.ir import Node, Program
 from colofunc.spec.rule import Factors, Rule
 
@@ -45,14 +46,6 @@ __all__ = [
     "wishes", "work", "worthwhile",
 ]  # fmt: skip
 
-_BACKWARD = {
-    "colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw"),
-    fp8.PRODUCTS[0]: (*fp8.PRODUCTS[1:], "colofunc.fp8_linear_dx"),
-    fp8_products.PRODUCT: ("colofunc.fp8_g128_linear_dx",),
-    **{name: (f"{name}_dx",) for name in sorted(quantized.PRODUCTS)},
-    int8_products.PRODUCT: ("colofunc.int8_linear_dx",),
-}
-"""Forward product -> the operators of its gradients; those of others are aten.mm."""
 WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT, fp8_products.PRODUCT}
 """Products whose second operand is the data of a packed weight."""
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
@@ -330,7 +323,7 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
     for product, words in patterns.items():
         node = program.nodes[product.index]
         alone = products_at[product.path] == 1
-        backward = _BACKWARD.get(node.target, ("aten.mm.default",))
+        backward = backward_of(node.target)
         # An adapter's products stand under the path of the layer that it is for: those are told apart by what they
         # make.
         forward_values: tuple[int, ...] = ()
