@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colofunc.errors import FaultError, ProgramError
 from colofunc.executors import kernels
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.distributed import overlapped
 from colofunc.executors.faults import fail
 from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram
@@ -21,6 +20,7 @@ from colofunc.ops.targets import resolve
 from colofunc.program.facts import rearrange_steps
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.overlapped import overlapped
 from colofunc.program.passes.schedule import overlap, updates_early
 from colofunc.spec.layout import replicated
 

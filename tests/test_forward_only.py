@@ -8,8 +8,8 @@ from matrix import CONTEXT, TENSOR, ZERO, Cell, mesh_of, module_of, staged, step
 
 import colofunc as cf
 from colofunc.executors.backend import SimulatedBackend
-from colofunc.executors.distributed import overlapped
 from colofunc.executors.simulated import SimulatedProgram
+from colofunc.program.passes.overlapped import overlapped
 from colofunc.testing.check import run_reference
 
 QUICK = (

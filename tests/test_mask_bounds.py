@@ -14,6 +14,7 @@ import colofunc as cf
 from colofunc.ops.attention import attention, attention_backward
 from colofunc.ops.canonical import single_device
 from colofunc.program.passes import simplify_known
+from colofunc.spec.rules.attention_call import AttentionCall
 
 D = torch.float64
 B, S, T = 4, 8, 8
@@ -113,8 +114,8 @@ def squares(program: Any) -> list[Any]:
 def test_a_mask_of_vectors_is_never_made(name: str) -> None:
     step, params, batch = step_of(MASKS[name])
     low = cf.shard(step, cf.Mesh()).lower(params, batch)
-    calls = [node for node in low.program.nodes if node.target in simplify_known.ATTENTION]
-    assert len(calls) == 2 and all(node.args[simplify_known.ATTENTION[node.target][0]] is None for node in calls)
+    calls = [node for node in low.program.nodes if node.target in AttentionCall.TARGETS]
+    assert len(calls) == 2 and all(simplify_known.mask_of(node) is None for node in calls)
     assert not squares(low.program)
     torch.testing.assert_close(cf.shard(step, cf.Mesh())(params, batch)[0].full(), step(params, batch)[0], rtol=0, atol=1e-10)
 

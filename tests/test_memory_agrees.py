@@ -16,9 +16,9 @@ from live_bytes import measure
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError, PlanError
-from colofunc.executors.distributed import overlapped
 from colofunc.program.memory import memory
 from colofunc.program.memory_report import KINDS
+from colofunc.program.passes.overlapped import overlapped
 from colofunc.testing import programs
 
 B, N = 8, 8  # rows of the batch; length and width are equal, so that a transposition keeps the shape

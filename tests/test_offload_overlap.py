@@ -7,12 +7,12 @@ from test_chunks import LAYERS, agrees_to_the_byte, deep
 from test_executors import program
 
 import colofunc as cf
-from colofunc.executors.distributed import overlapped
 from colofunc.planner.offload.trace import ground_of
 from colofunc.program.cost import node_s
 from colofunc.program.facts import is_copy, is_wire
 from colofunc.program.ir import Ref
 from colofunc.program.lanes import played
+from colofunc.program.passes.overlapped import overlapped
 
 R = Ref
 

@@ -40,6 +40,11 @@ def projected(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w)
 
 
+@cf.operator("opstest.headed", rule="b (h d), h -> b (h d)", linear=[{0}, {1}])
+def headed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x.unflatten(1, (len(scale), -1)) * scale[:, None]).flatten(1)
+
+
 @cf.operator("opstest.bare")
 def bare(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.cumsum(0) if bias is None else x.cumsum(0) + bias
@@ -107,6 +112,33 @@ def test_a_rule_that_forgets_a_factor_is_reported_and_refused_by_the_kit() -> No
     with pytest.raises(cf.CheckError, match=r"opstest.forgetful: the rule b d -> b says nothing of d, .*reduce=\{'d': 'sum'\}, or \[d\]"):
         check_strategies(None, forgetful, sample(randn(12, 12)))
     assert cf.shard(best, MESH, in_specs="(dp b) d").lower(randn(8, 4)).coverage().undecided == ()
+
+
+def test_a_dim_may_be_of_two_factors() -> None:
+    """Of heads and what each has, where an operand says how many heads there are."""
+    x, scale = randn(4, 12), randn(4)
+    low = cf.shard(headed, MESH, in_specs=("(dp b) (tp e)", "(tp h)"), auto=False).lower(x, scale)
+    assert low.coverage().fallbacks == () and low.program.values[low.program.outputs[0]].shape == (2, 6)
+    check(cf.shard(headed, MESH, in_specs=("(dp b) (tp e)", "(tp h)")), x, scale)
+    check_strategies(None, headed, sample(x, scale))
+
+
+NO_PATTERNS = {
+    "b (h d) -> b (h d)": "nothing says how large h and d are in '(h d)'; write the dim as one factor",
+    "b [d -> b d": "unbalanced brackets: '[' is not closed behind one factor",
+    "b d] -> b d": "unbalanced brackets: ']' without '['",
+    "b (h d, h -> b h": "unbalanced parentheses: '(' is never closed; write a dim of two factors as '(a b)'",
+    "b ((h d)) -> b": "a group inside a group",
+    "b (h* d) -> b": "'*' inside a group",
+    "... d -> ... d": "'...' is no factor; write a name, '[d]', '(h d)', 'b*' or 1",
+}
+
+
+@pytest.mark.parametrize("text", NO_PATTERNS)
+def test_text_that_is_no_pattern_is_an_error_and_not_an_operator_without_a_rule(text: str) -> None:
+    with pytest.raises(cf.SpecError, match=re.escape(NO_PATTERNS[text])) as caught:
+        cf.ext.pattern(text)
+    assert caught.value.__notes__ == [f"in the pattern {text!r} of a rule"]
 
 
 def test_without_a_rule_it_is_replicated_and_reported() -> None:

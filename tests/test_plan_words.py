@@ -8,7 +8,8 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from colofunc_plugins import zero
+from colofunc_plugins import tensor, zero
+from quantize_matrix import WHERE, Net
 
 import colofunc as cf
 from colofunc.planner.describe import UNUSED
@@ -64,6 +65,24 @@ def test_a_machine_that_works_is_not_warned_of() -> None:
 def test_work_without_products_is_not_called_unused() -> None:
     plan = cf.shard(lambda x: x.sin() * 2, cf.Mesh(dp=2), in_specs=("(dp a) b",)).lower(torch.randn(8, 8)).plan
     assert plan.axes[0].words == "elementwise work split"
+
+
+def test_an_axis_is_called_the_same_in_whatever_numbers_products_are() -> None:
+    """Weights in float8 or int8 are split by columns and rows as plain ones are, and nothing is gathered."""
+    torch.manual_seed(0)
+    model = cf.functional(Net())
+
+    def apply(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, tokens)[0]
+
+    steps = {"plain": apply, "fp8": cf.fp8(apply, where=WHERE), "int8": cf.quantize(apply, "int8", where=WHERE)}
+    words = {}
+    for name, step in steps.items():
+        staged = cf.shard(step, cf.Mesh(dp=2, tp=2), zero(3, "dp"), tensor("1d", "tp"))
+        plan = staged.lower(model.params, torch.randint(0, 16, (8, 8))).plan
+        words[name] = [use.words for use in plan.axes]
+    assert words["plain"] == ["ZeRO-3", "Megatron column/row"]
+    assert words["fp8"] == words["int8"] == words["plain"]
 
 
 # ---- tables and questions ----

@@ -10,9 +10,11 @@ from rule_oracle import check_op, check_strategies, make_call
 
 import colofunc.ops.linear
 import colofunc.ops.update  # noqa: F401 - registers the operators
+from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.trace import record_local
 from colofunc.spec.rule import TensorType
+from colofunc.spec.rules import build as rule_texts
 from colofunc.spec.rules import rule_for, strategies_for
 from colofunc.spec.rules.pattern import bind
 from colofunc.spec.strategies import build
@@ -306,3 +308,10 @@ def test_distances_of_one_matrix_to_a_batch_have_a_gradient_without_rule() -> No
     a, b = torch.randn(3, 5), torch.randn(2, 4, 5)
     grad, distances = torch.randn(2, 3, 4), torch.cdist(a, b, p=1.0)
     assert check_op("aten._cdist_backward.default", grad, a, b, 1.0, distances) is not None
+
+
+def test_text_of_an_operand_that_is_not_closed_is_an_error() -> None:
+    """Of a rule whose pattern depends on the call: `(g` would be a factor's name."""
+    with pytest.raises(SpecError, match=r"unbalanced parentheses: '\(' is never closed") as caught:
+        rule_texts.bind(make_call("aten.exp.default", (r(4, 6),), {})[0], {0: "n (g c"}, ["n (g c"])
+    assert caught.value.__notes__ == ["in the pattern of an operand 'n (g c'"]

@@ -28,7 +28,7 @@ from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.define import KERNELS
-from colofunc.ops.targets import target_of
+from colofunc.ops.targets import is_view, target_of
 from colofunc.plugins import Registry, build_registry
 from colofunc.program.facts import has_wires
 from colofunc.program.ir import Node, Program, Ref, Value
@@ -40,7 +40,7 @@ from colofunc.spec.conversions.conversion import conversion, conversion_s
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import holds
 from colofunc.spec.rule import Call, Rule, Strategy, TensorType
-from colofunc.spec.strategies import FREE, enumerate_strategies, follow, replicated_strategy
+from colofunc.spec.strategies import enumerate_strategies, follow, replicated_strategy
 
 Shards = list[torch.Tensor]
 
@@ -206,7 +206,7 @@ def reshapes(func: Any) -> bool:
 @lru_cache(maxsize=4096)
 def returns_views(func: Any) -> bool:
     """Whether results of an operator are views of its first argument."""
-    if target_of(func).rsplit(".", 1)[0] in FREE:  # the schema of `unsafe_split` does not say so
+    if is_view(target_of(func)):  # the schema of `unsafe_split` does not say so
         return True
     arguments = func._schema.arguments
     if not arguments or arguments[0].alias_info is None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from colofunc import env
 from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.distributed import Distributed, init_from_env, is_overlapped, overlapped, watch_of_group
+from colofunc.executors.distributed import Distributed, init_from_env, watch_of_group
 from colofunc.executors.fused import NAME as COMPILED
 from colofunc.executors.post_validated import UnsettledStep
 from colofunc.executors.presence import Limits
@@ -31,6 +31,7 @@ from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.one_call import small_updates_in_one_call
+from colofunc.program.passes.overlapped import is_overlapped, overlapped
 from colofunc.program.places import distinct_ranks, on_rank
 
 Shards = list[torch.Tensor]

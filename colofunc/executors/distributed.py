@@ -14,9 +14,6 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
-from itertools import count
-from math import inf
 from typing import Any
 
 import torch
@@ -41,12 +38,7 @@ from colofunc.executors.watch import Watch, meet
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
-from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
-from colofunc.program.passes.coalesce import delay_outputs, delay_updates, delay_views
-from colofunc.program.passes.loop import change_bodies
-from colofunc.program.passes.one_call import updates_side_by_side
-from colofunc.program.passes.schedule import overlap, waits_within
 from colofunc.program.places import has_places, on_rank, out_of_order
 
 
@@ -158,36 +150,6 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
             'one of the same kind that was sent earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs '
             "with gloo"
         )
-
-
-def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
-    """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
-
-    In the bodies of loops too. ahead_bytes: the results of collectives that are started ahead may take this many, or
-    those of one collective.
-    """
-    if is_overlapped(program):
-        return program
-    ids = count(program.next_id)
-    if ahead_bytes == inf:
-        ahead = partial(overlap, ids=ids)
-    else:
-        ahead = partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
-
-    def overlapped_body(body: Program) -> Program:
-        return ahead(delay_outputs(delay_views(body)), body=True)
-
-    ordered = delay_views(delay_updates(change_bodies(program, overlapped_body)))
-    return updates_side_by_side(ahead(ordered))
-
-
-def is_overlapped(program: Program) -> bool:
-    """Whether nobody reorders a program any longer.
-
-    One with copies between tiers was in its order before they were written into it, and one that waits for a collective
-    is in it.
-    """
-    return any(is_copy(node) for node in program.nodes) or waits_within(program)
 
 
 def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:

@@ -28,10 +28,10 @@ from colofunc import owned
 from colofunc.errors import InputError
 from colofunc.executors.source import Writer
 from colofunc.program.chrome_trace import TRACE_MARK, trace_of
-from colofunc.program.facts import kind_of
+from colofunc.program.facts import EFFECTS, LOCAL, kind_of
 from colofunc.program.ir import Node
 
-LOCAL_MOVES = ("axis_index", "take_shard", "keep_first", "rearrange", "debug")
+LOCAL_MOVES = (LOCAL | EFFECTS) - {"wait"}  # who waits, waits for other ranks
 
 
 @attrs.frozen

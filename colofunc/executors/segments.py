@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from colofunc.ops.define import FOR_COMPILERS, NUMBERED
+from colofunc.ops.targets import is_view, may_copy
 from colofunc.program.facts import is_product, kind_of, lifetimes, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
-from colofunc.spec.strategies import FREE
+from colofunc.program.layout_copies import only_describes
 
 LONGEST = 256
 """Operators of a piece that is compiled as a whole; a longer one is cut where it repeats itself."""
@@ -33,9 +34,6 @@ microseconds."""
 PERIODS = 64
 """Distances at which a piece may repeat itself, the most frequent ones, that are tried."""
 REARRANGE = "colofunc.rearrange"
-MAY_COPY = frozenset(
-    "aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided aten.view_as_complex".split()
-)
 
 
 @attrs.frozen(eq=False)
@@ -233,7 +231,7 @@ def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Segmen
     ahead: list[Node] = []
     inner: list[Node] = []
     for node in nodes:
-        if _is_view(node) and made.isdisjoint(node.refs):
+        if _never_copies(node) and made.isdisjoint(node.refs):
             ahead.append(node)
             made.difference_update(node.results)
         else:
@@ -258,23 +256,17 @@ def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Se
     """(nodes up to the last operator that computes, views behind it)."""
     makers = {out: node for node in nodes for out in node.results}
     end = len(nodes)
-    while end and computes_nothing(nodes[end - 1]):
+    while end and only_describes(nodes[end - 1].target):
         maker = makers.get(nodes[end - 1].refs[0])
-        if not _is_view(nodes[end - 1]) and maker is not None and _permutes(maker):
+        if not _never_copies(nodes[end - 1]) and maker is not None and _permutes(maker):
             break  # a copy, which the compiler may make together with what it copies
         end -= 1
     return nodes[:end], nodes[end:]
 
 
-def computes_nothing(node: Node) -> bool:
-    """Whether a node computes nothing: a view, or a copy where there can be none."""
-    return node.target.rsplit(".", 1)[0] in FREE or node.target == REARRANGE
-
-
-def _is_view(node: Node) -> bool:
+def _never_copies(node: Node) -> bool:
     """Whether the result of a node is a view of its operand, however that lies in memory."""
-    name = node.target.rsplit(".", 1)[0]
-    return name in FREE and name not in MAY_COPY
+    return is_view(node.target) and not may_copy(node.target)
 
 
 def _permutes(node: Node) -> bool:
@@ -289,9 +281,9 @@ def _can_fuse(piece: SegmentPiece) -> bool:
     computed: set[int] = set()
     for node in piece.nodes:
         reads = not computed.isdisjoint(node.refs)
-        if reads and not computes_nothing(node) and not is_product(node.target):
+        if reads and not only_describes(node.target) and not is_product(node.target):
             return True
-        if reads or not computes_nothing(node):
+        if reads or not only_describes(node.target):
             computed.update(node.results)
             computed.update(written(node))
     return False

@@ -31,10 +31,10 @@ from colofunc.executors.loops import write_in_loop, write_loop
 from colofunc.executors.pools import Pool, copies_between_tiers, in_tier
 from colofunc.executors.sharing import Sharing
 from colofunc.executors.step_function import StepFunction, flat_results
-from colofunc.ops.debug import DEBUG, show
+from colofunc.ops.debug import show
 from colofunc.ops.fused import ADDERS
 from colofunc.ops.update_lists import MANY
-from colofunc.program.facts import is_cast, kind_of, lifetimes, rearrange_steps, takes_device, written
+from colofunc.program.facts import is_cast, is_effect, kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
 from colofunc.program.passes.one_call import runs_of_updates
 from colofunc.spec.layout import At
@@ -241,7 +241,7 @@ class Writer:
             self.compute(node)
         elif kind[0] == "rearrange":
             self.rearrange(node)
-        elif node.target == DEBUG:
+        elif is_effect(node.target):
             self.debug(node)
         elif node.loop is not None:
             write_loop(self, node, node.loop)

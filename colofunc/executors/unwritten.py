@@ -26,10 +26,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from colofunc.executors.fused import fusion_groups
-from colofunc.executors.segments import SegmentPiece, computes_nothing, pieces
+from colofunc.executors.segments import SegmentPiece, pieces
 from colofunc.ops.kernels import wide
 from colofunc.program.facts import is_pointwise, written
 from colofunc.program.ir import Node, Program, Value
+from colofunc.program.layout_copies import only_describes
 from colofunc.program.memory import Fused
 from colofunc.program.work_kinds import work_kind
 
@@ -107,7 +108,7 @@ def _read_until(nodes: Sequence[Node], group_of: Mapping[int, int], place: Mappi
 
 
 def _is_inlined(node: Node) -> bool:
-    return computes_nothing(node) or is_pointwise(node.target) or node.target in INLINED
+    return only_describes(node.target) or is_pointwise(node.target) or node.target in INLINED
 
 
 def _rows_bytes(node: Node, value: Value) -> int:

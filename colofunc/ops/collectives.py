@@ -38,6 +38,7 @@ from torch import Tensor
 from colofunc.errors import CollectiveError
 from colofunc.mesh import Mesh
 from colofunc.ops.define import define
+from colofunc.ops.pattern_words import factors_of
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "axis_index", "fit", "keep_first", "permute", "rearrange", "rearrange_view",
@@ -203,22 +204,10 @@ def _rearrange_fake(x: Tensor, pattern: str, names: Sequence[str], sizes: Sequen
 def _factor_sizes(shape: Sequence[int], left: str, names: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
     """Sizes of all names on the left of a pattern."""
     known = dict(zip(names, sizes, strict=True))
-    words = left.replace("(", " ( ").replace(")", " ) ").split()
-    dims: list[list[str]] = []
-    open_group = False
-    for word in words:
-        if word in "()":
-            open_group = word == "("
-            if open_group:
-                dims.append([])
-        elif open_group:
-            dims[-1].append(word)
-        else:
-            dims.append([word])
-    for dim, size in zip(dims, shape, strict=True):
+    for dim, size in zip(factors_of(left), shape, strict=True):
         for name in dim:
-            if name != "1" and name not in known:
-                known[name] = size // prod(known.get(other, 1) for other in dim if other != "1")
+            if name not in known:
+                known[name] = size // prod(known.get(other, 1) for other in dim)
     return known
 
 

@@ -30,8 +30,6 @@ from torch import Tensor
 from colofunc.errors import InputError
 from colofunc.ops.define import define
 
-DEBUG = "colofunc.debug"
-
 # Programs are plain data that ranks compare, so a node says the name of its function; this is where the name leads.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _COLLECTED: ContextVar[dict[str, list[Any]] | None] = ContextVar("colofunc_collected", default=None)
@@ -166,4 +164,4 @@ def _nothing(values: Sequence[Tensor], text: str, key: str, ranks: bool) -> None
     return None
 
 
-_debug = define("debug(Tensor[] values, str text, str key, bool ranks) -> ()", _kernel, _nothing)
+_debug = define("debug(Tensor[] values, str text, str key, bool ranks) -> ()", _kernel, _nothing, kind="effect")

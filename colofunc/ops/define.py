@@ -41,6 +41,7 @@ KINDS: Mapping[str, str] = {
     "rank": "what it gives depends on the rank, which needs no other for it",
     "layout": "the same elements in another shape, or later",
     "copy": "from one tier of memory to another",
+    "effect": "something is shown or handed on when a step comes there; it has no result",
 }
 """Kinds of operators that executors write themselves."""
 
@@ -63,7 +64,10 @@ class Operator:
     kind: str = ""  # of those that executors write themselves, one of KINDS
     gradient_at: int | None = None  # of an update of a parameter: the argument with its gradient
     narrow_where: Where | None = None
+    narrow_on_device: bool = False
     product: bool = False
+    backward_products: tuple[str, ...] = ()
+    rows: str = ""
     # `op` for who calls it for small tensors, arguments by position
     bare: Callable[..., Any] = attrs.field(init=False, repr=False)
 
@@ -94,7 +98,10 @@ def define(
     kind: str = "",
     updates_by: str | None = None,
     narrow_where: Where | None = None,
+    narrow_on_device: bool = False,
     product: bool = False,
+    backward_products: tuple[str, ...] = (),
+    rows: str = "",
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -111,9 +118,14 @@ def define(
     `kind`: of an operator that executors write themselves, one of `KINDS`.
 
     `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient.
-    `narrow_where`: with which arguments, by name, it reads on the host a gradient narrower than the parameter.
+    `narrow_where`: with which arguments, by name, it reads on the host a gradient narrower than the parameter;
+    `narrow_on_device`: with these on a GPU, too, by a kernel in CUDA.
 
     `product`: most of its work is multiplying matrices, so that its results are dear to make again.
+    `backward_products`: of a product that a step writes, the names of those that its gradients are made by, where these are
+    products of ours.
+
+    `rows`: "read", few rows of its first operand; "written", few rows of its result, which are given to it.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -139,14 +151,29 @@ def define(
         NUMBERED[f"{namespace}.{name}"] = arguments.index(number)
     gradient_at = None if updates_by is None else arguments.index(updates_by)
     operator = Operator(
-        f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at, narrow_where, product
+        f"{namespace}.{name}",
+        op,
+        kernel,
+        function,
+        own_memory,
+        kind,
+        gradient_at,
+        narrow_where,
+        narrow_on_device,
+        product,
+        backward_products,
+        rows,
     )
     OPERATORS[operator.name] = operator
     return operator
 
 
 def define_update(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None, narrow_where: Where | None = None
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    narrow_where: Where | None = None,
+    narrow_on_device: bool = False,
 ) -> tuple[Operator, Operator]:
     """An update of `param` by `grad` as the two operators that `ops.twins` pairs: the functional one, and the one in
     place.
@@ -156,7 +183,9 @@ def define_update(
     not there is an empty result.
     """
     head, _, returned = schema.rpartition(" -> ")
-    in_place = define(schema, kernel, fake or nothing, updates_by="grad", narrow_where=narrow_where)
+    in_place = define(
+        schema, kernel, fake or nothing, updates_by="grad", narrow_where=narrow_where, narrow_on_device=narrow_on_device
+    )
     names = [argument.name for argument in in_place.op._schema.arguments]
     written = [argument.name for argument in in_place.op._schema.arguments if argument.alias_info is not None]
 

@@ -177,10 +177,6 @@ def _linear_dw_fake(
     return g.new_empty((g.shape[-1], x.shape[-1]), dtype=dtype)
 
 
-scaled_linear = define(
-    "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
-    _linear, _linear_fake, own_memory=True, product=True,
-)  # fmt: skip
 scaled_linear_dx = define(
     "scaled_linear_dx(Tensor g, Tensor w, Tensor g_scale, Tensor w_scale, ScalarType g_dtype, ScalarType dtype)"
     " -> Tensor",
@@ -190,6 +186,11 @@ scaled_linear_dw = define(
     "scaled_linear_dw(Tensor g, Tensor x, Tensor g_scale, Tensor x_scale, ScalarType g_dtype, ScalarType dtype)"
     " -> Tensor",
     _linear_dw, _linear_dw_fake, own_memory=True, product=True,
+)  # fmt: skip
+scaled_linear = define(
+    "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
+    _linear, _linear_fake, own_memory=True, product=True,
+    backward_products=(scaled_linear_dx.name, scaled_linear_dw.name, "colofunc.fp8_linear_dx"),
 )  # fmt: skip
 
 

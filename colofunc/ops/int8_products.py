@@ -246,7 +246,7 @@ def _int8_rows_linear_fake(
 int8_rows_linear = define(
     "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, "
     "ScalarType dtype) -> Tensor",
-    _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True,
+    _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True, backward_products=("colofunc.int8_linear_dx",),
 )  # fmt: skip
 
 PRODUCT = int8_rows_linear.name

@@ -127,5 +127,5 @@ linear_dw = define(
 )  # fmt: skip
 linear = define(
     "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor", _linear, _linear_fake, (_save_linear, _linear_backward),
-    for_compilers=_linear, own_memory=True, product=True,
+    for_compilers=_linear, own_memory=True, product=True, backward_products=(linear_dx.name, linear_dw.name),
 )  # fmt: skip

@@ -57,7 +57,7 @@ from torch.utils import _pytree as pytree
 
 from colofunc.errors import RuleError, TraceError
 from colofunc.ops import native
-from colofunc.ops.define import Operator, define, nothing
+from colofunc.ops.define import NAMESPACE, Operator, define, nothing
 from colofunc.ops.small_floats import (
     E4M3_NAN,
     E8M0_NAN,
@@ -372,6 +372,7 @@ def _operators(form: Format) -> Operators:
             (save_linear, linear_backward),
             own_memory=True,
             product=True,
+            backward_products=(f"{NAMESPACE}.{form.name}_linear_dx",),
         ),
         define(
             f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor",

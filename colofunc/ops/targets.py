@@ -19,6 +19,23 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.ops.scatter import COPIES_FIRST
 
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze select slice split split_with_sizes "
+        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real "
+        "view_as_complex "
+        "as_strided diagonal narrow chunk"
+    ).split()
+)
+"""Operators that only describe memory anew; without their overload."""
+RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
+"""Those that are told the sizes of their result: `view(x, sizes)`."""
+KEEP_ORDER = RESHAPES | {
+    "aten._reshape_alias.default", "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+}  # fmt: skip
+"""Those whose result has all elements of their operand, in their order, in another shape."""
+
 # Kernels may return other strides than the trace saw; a reshape copies only where a view is impossible.
 _RELAXED = {
     "aten.view.default": "aten.reshape.default",
@@ -59,6 +76,24 @@ _BY_VALUE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @cache
+def is_view(target: str) -> bool:
+    """Whether an operator of torch only describes memory anew, so that it costs nothing to run; a reshape where no view
+    is possible, which copies, is among them.
+    """
+    return target.rsplit(".", 1)[0] in _VIEWS
+
+
+def keeps_order(target: str) -> bool:
+    """Whether an operator is a reshape: all elements of its operand, in their order, in another shape."""
+    return target in KEEP_ORDER
+
+
+def may_copy(target: str) -> bool:
+    """Whether a view copies where its operand does not lie as it wants it."""
+    return target in RESHAPES or target in _BY_VALUE or target == "aten._reshape_alias.default"
+
+
+@cache
 def resolve(target: str) -> Callable[..., Any]:
     """The callable of a target; raises ProgramError where no such operator is registered."""
     by_value = _BY_VALUE.get(target)
@@ -92,9 +127,18 @@ def argument_names(target: str) -> frozenset[str]:
     return frozenset(argument.name for argument in overload(target)._schema.arguments)
 
 
+@cache
+def argument_at(target: str, name: str) -> int:
+    """The position of an argument of an operator, by its schema; raises ProgramError where it has none of this name."""
+    for position, argument in enumerate(overload(target)._schema.arguments):
+        if argument.name == name:
+            return position
+    raise ProgramError(f"{target!r} has no argument {name!r}. Try: one of {sorted(argument_names(target))}")
+
+
 def forget_targets() -> None:
     """Targets are looked up anew: an operator was registered again under its name."""
-    for known in (resolve, overload, argument_names, target_of):
+    for known in (resolve, overload, argument_names, argument_at, target_of):
         known.cache_clear()
 
 

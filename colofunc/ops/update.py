@@ -154,10 +154,10 @@ adamw, adamw_ = define_update(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float "
     "beta1, float beta2, float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? "
     "max_exp_avg_sq=None, bool maximize=False, Tensor? finite=None) -> ()",
-    _adamw_, narrow_where=_adamw_reads_narrow,
+    _adamw_, narrow_where=_adamw_reads_narrow, narrow_on_device=True,
 )  # fmt: skip
 sgd, sgd_ = define_update(
     "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
     "float weight_decay, bool nesterov, bool maximize=False, Tensor? finite=None) -> ()",
-    _sgd_, narrow_where=_sgd_reads_narrow,
+    _sgd_, narrow_where=_sgd_reads_narrow, narrow_on_device=True,
 )  # fmt: skip

@@ -122,7 +122,7 @@ def _fake_(param: Tensor, *others: object, **more: object) -> tuple[Tensor, Tens
 lamb_direction, lamb_direction_ = define_update(
     "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor step, float beta1, "
     "float beta2, float eps, float weight_decay, bool maximize=False, Tensor? finite=None) -> (Tensor, Tensor)",
-    _direction_, _fake_, narrow_where=always,
+    _direction_, _fake_, narrow_where=always, narrow_on_device=True,
 )  # fmt: skip
 lamb_host_ = define(
     "lamb_host_(Tensor(a!) direction, Tensor(b!) squares, Tensor param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) "

@@ -120,7 +120,7 @@ def _lion_device_(
 lion, lion_ = define_update(
     "lion_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor lr, float beta1, float beta2, float weight_decay, "
     "bool maximize=False, Tensor? finite=None) -> ()",
-    _lion_, narrow_where=always,
+    _lion_, narrow_where=always, narrow_on_device=True,
 )  # fmt: skip
 lion_host_ = define(
     "lion_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, float lr, float beta1, float beta2, float "

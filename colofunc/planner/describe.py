@@ -27,11 +27,11 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import starred
+from colofunc.program.facts import is_product
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
 
-HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
 NAMED = 3
 """At most this many operators are named in a line."""
 WORTH_NAMING = 0.1
@@ -107,8 +107,11 @@ def _name(node: Node) -> str:
 
 
 def _is_heavy(node: Node, name: str, strategy: Strategy) -> bool:
-    """Whether an operator is one by whose work an axis is named."""
-    if node.phase != "forward" or not name.startswith(HEAVY):
+    """Whether an operator is one by whose work an axis is named: a product, in whatever numbers its definition has it,
+    or attention. Experts have a word of their own.
+    """
+    does_work = is_product(node.target) or name.startswith("attention")
+    if node.phase != "forward" or not does_work or name == "experts":
         return False
     return bool(strategy.ins) and strategy.outs[0] is not None
 

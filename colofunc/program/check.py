@@ -24,9 +24,8 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
-from colofunc.ops.debug import DEBUG
 from colofunc.ops.targets import overload, resolve
-from colofunc.program.facts import COLLECTIVES, is_wire
+from colofunc.program.facts import COLLECTIVES, is_effect, is_wire
 from colofunc.program.ir import GATHERS, Loop, Node, Program, Ref, Value
 from colofunc.program.places import SEND, made_at
 from colofunc.program.text import node_text, type_text
@@ -330,7 +329,7 @@ _FOUND: dict[Any, list[Meta | None]] = {}
 
 
 def _types(key: Any, node: Node, metas: list[Meta]) -> list[Meta | None]:
-    if node.target == DEBUG:
+    if is_effect(node.target):
         return []  # shows whatever it is given
     # Tensors without data are ten times as fast as fake ones; where they do not serve, fake ones decide.
     func = resolve(node.target)

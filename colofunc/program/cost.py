@@ -22,6 +22,7 @@ from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import HOST_KERNEL, Tiles, attention_flops_per_s
 from colofunc.ops.kernels import COPY, FUSED
 from colofunc.ops.scatter import TOUCH_A_PART
+from colofunc.ops.targets import argument_at, is_view
 from colofunc.ops.twins import functional_of
 from colofunc.program import facts
 from colofunc.program.facts import written
@@ -29,10 +30,10 @@ from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.program.work_kinds import work_kind
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.strategies import FREE
+from colofunc.spec.rules.attention_call import AttentionCall
 
 WIRE = facts.WIRE - {"all_gather_flat"} | {"send"}  # a gather of flat buffers is a gather
-LOCAL_ONLY = facts.LOCAL | {"debug", "receive"}
+LOCAL_ONLY = facts.LOCAL | facts.EFFECTS | {"receive"}
 
 RuleOf = Callable[[Call], Rule | None]
 
@@ -197,10 +198,10 @@ def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -
     """Seconds of a kernel that nobody has chosen among several."""
     flops, moved, dtype = work
     attention = mesh.topology.device.attention
-    if attention and node.target in ATTENTION:
-        first = ATTENTION[node.target]
+    if attention and node.target in AttentionCall.TARGETS:
+        first = argument_at(node.target, "q")  # what stands in front of k and v is always there
         q, v = values[node.refs[first]].shape, values[node.refs[first + 2]].shape
-        is_backward = node.target == "colofunc.attention_backward"
+        is_backward = node.target == AttentionCall.BACKWARD
         products = 5 if is_backward else 2
         keys = flops / max(1, products * prod(q[:3]) * (q[3] + v[3]))
         attained = attention_flops_per_s(attention, HOST_KERNEL, max(q[3], v[3]), max(1.0, keys), is_backward)
@@ -247,7 +248,7 @@ def _sort_of(target: str) -> str:
     """How an operator counts: as a collective, as a view, not at all (what only executors do), or by its work."""
     if _collective_kind(target) is not None:
         return WIRED
-    if target.rsplit(".", 1)[0] in FREE:
+    if is_view(target):
         return VIEW
     if target.removeprefix("colofunc.") in LOCAL_ONLY:
         return UNCOUNTED
@@ -256,8 +257,6 @@ def _sort_of(target: str) -> str:
 
 Work = tuple[float, float, str]
 """(flops, bytes read and written, dtype name)"""
-ATTENTION = {"colofunc.attention": 0, "colofunc.attention_backward": 1}
-"""Operators of attention, and which of their operands is q; k and v come behind it."""
 MOST_CALLS = 1 << 15
 """Calls of which the work is kept, of one set of rules."""
 

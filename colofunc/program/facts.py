@@ -9,7 +9,6 @@ until when a value is needed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from math import prod
@@ -17,12 +16,11 @@ from math import prod
 import torch
 
 from colofunc.errors import ProgramError
-from colofunc.ops import collectives, copies, flat  # noqa: F401  which define the operators that are told apart here
-from colofunc.ops.debug import DEBUG
+from colofunc.ops import collectives, copies, debug, flat  # noqa: F401  which define the operators told apart here
 from colofunc.ops.define import OPERATORS, of_kind
-from colofunc.ops.targets import overload
+from colofunc.ops.pattern_words import factors_of
+from colofunc.ops.targets import is_view, overload
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
-from colofunc.spec.strategies import FREE
 
 # Operators of torch, beside elementwise ones, whose results are memory of their own, whatever their arguments.
 MAKERS = frozenset(
@@ -43,11 +41,15 @@ PRODUCTS = frozenset(
     aten._int_mm aten.convolution aten.convolution_backward aten._scaled_dot_product_flash_attention_for_cpu
     aten._scaled_dot_product_flash_attention_for_cpu_backward""".split()
 )
+# Operators of torch that read, and that write, few rows of a table.
+READ_ROWS = frozenset(("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"))
+WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
 WIRE = of_kind("wire")
 COPIES = of_kind("copy")
+EFFECTS = of_kind("effect")
 COLLECTIVES = frozenset(f"colofunc.{name}" for name in of_kind("wire", "peer", "rank"))
 """Targets that an executor interprets, because they need more than one rank's tensor (or the rank itself)."""
 
@@ -62,9 +64,28 @@ def is_product(target: str) -> bool:
     return target.rpartition(".")[0] in PRODUCTS if operator is None else operator.product
 
 
+def backward_of(target: str) -> tuple[str, ...]:
+    """The products that the gradients of a product are made by: torch's, where its definition names none."""
+    operator = OPERATORS.get(target)
+    named = () if operator is None else operator.backward_products
+    return named or ("aten.mm.default",)
+
+
+def reads_rows(target: str) -> bool:
+    """Whether an operator reads few rows of its first operand."""
+    operator = OPERATORS.get(target)
+    return target in READ_ROWS if operator is None else operator.rows == "read"
+
+
+def writes_rows(target: str) -> bool:
+    """Whether an operator writes few rows of its result, those that it is given."""
+    operator = OPERATORS.get(target)
+    return target in WRITE_ROWS if operator is None else operator.rows == "written"
+
+
 def kind_of(node: Node) -> tuple[str, bool] | None:
     """(kind, asynchronous) of a node that executors emit themselves: collectives, copies between tiers, `wait`, layout
-    moves, loops; else None."""
+    moves, effects, loops; else None."""
     return kind_of_target(node.target)
 
 
@@ -74,7 +95,7 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     if not target.startswith("colofunc."):
         return None
     name = target[len("colofunc.") :]
-    if name in WIRE or name in LOCAL or name in PEERS or name in COPIES or target in (LOOP, DEBUG):
+    if name in WIRE | LOCAL | PEERS | COPIES | EFFECTS or target == LOOP:
         return name, False
     base = name.removesuffix("_start")
     if base != name and (base in WIRE or base in COPIES):
@@ -98,6 +119,12 @@ def is_copy(node: Node) -> bool:
     """Whether a node copies from one tier of memory to another (asynchronous starts included)."""
     kind = kind_of(node)
     return kind is not None and kind[0] in COPIES
+
+
+def is_effect(target: str) -> bool:
+    """Whether an operator has no result but an effect, for which it stays where it stands (`cf.debug`)."""
+    kind = kind_of_target(target)
+    return kind is not None and kind[0] in EFFECTS
 
 
 def is_cast(node: Node) -> bool:
@@ -177,7 +204,7 @@ def is_started(target: str) -> bool:
 
 @cache
 def _may_alias(target: str) -> bool:
-    if target.rsplit(".", 1)[0] in FREE or target.startswith("segment."):  # nobody looks into a compiled segment
+    if is_view(target) or target.startswith("segment."):  # nobody looks into a compiled segment
         return True
     kind = kind_of_target(target)
     if kind is not None:
@@ -196,34 +223,10 @@ def may_alias(node: Node) -> bool:
     return _may_alias(node.target)
 
 
-_TOKEN = re.compile(r"[()]|\w+")
-
-
-def _side(text: str) -> list[list[str]]:
-    """The dims of one side of a pattern, each the list of its factors."""
-    dims: list[list[str]] = []
-    inside = False
-    for token in _TOKEN.findall(text):
-        if token == "(":
-            dims.append([])
-            inside = True
-        elif token == ")":
-            inside = False
-        elif inside:
-            dims[-1].append(token)
-        else:
-            dims.append([token])
-    return [_without_ones(dim) for dim in dims]
-
-
-def _without_ones(dim: list[str]) -> list[str]:
-    return [factor for factor in dim if factor != "1"]
-
-
 def sides(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
     """Both sides of an einops pattern: per dim its factors, sizes of 1 left out."""
     left, right = pattern.split("->")
-    return _side(left), _side(right)
+    return factors_of(left), factors_of(right)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -29,11 +29,11 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import CHUNKS
 from colofunc.ops.kernels import COPY, PlannedKernel
+from colofunc.ops.targets import is_view
 from colofunc.program.beside_products import is_in_chunks
 from colofunc.program.facts import WIRE, is_wire, rearrange_steps
 from colofunc.program.ir import LOOP, Node, Program
 from colofunc.program.result_storages import Made, Meta, contiguous, rearranged, storages_of
-from colofunc.spec.strategies import FREE
 
 REARRANGE, WAIT, SLICE = "colofunc.rearrange", "colofunc.wait", "aten.slice.Tensor"
 WIRES = frozenset(f"colofunc.{kind}{end}" for kind in WIRE - {"all_gather_flat"} for end in ("", "_start"))
@@ -104,7 +104,7 @@ def _on_device(node: Node, program: Program) -> bool:
 @cache
 def only_describes(target: str) -> bool:
     """Whether an operator makes no memory, or a copy at most."""
-    return target == REARRANGE or target.rsplit(".", 1)[0] in FREE
+    return target == REARRANGE or is_view(target)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -31,9 +31,9 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops.saved_activations import PACK
+from colofunc.ops.targets import is_view
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import At
-from colofunc.spec.strategies import FREE
 
 Indices = frozenset[int]  # of the mesh axis, or stages of a pipeline
 
@@ -384,4 +384,4 @@ def is_sent_as_source(program: Program, id: int) -> bool:
 
 def is_free_view(node: Node) -> bool:
     """Whether a node takes a view of its one operand, which costs nothing where that is."""
-    return node.target.rsplit(".", 1)[0] in FREE and len(set(node.refs)) == 1
+    return is_view(node.target) and len(set(node.refs)) == 1

@@ -28,13 +28,13 @@ import attrs
 
 from colofunc.errors import SpecError, near
 from colofunc.mesh import TIERS, Mesh
+from colofunc.ops.pattern_words import words
 from colofunc.spec.layout import REDUCTIONS, At, Atom, Dim, Layout, at_text, make_layout
 
 JaxEntry = str | None | Sequence[str]
 
 NAMELESS = "_"
 """A local factor that has no name, and so as many times as need be."""
-_TOKEN = re.compile(r"\s*(\(|\)|\.\.\.|[^\s()]+)")
 _FACTOR = re.compile(r"(?:[A-Za-z_]\w*|\d+)~?\Z")
 
 
@@ -75,32 +75,19 @@ def parse(text: str) -> Parsed:
     pending: list[tuple[str, str]] = []
     tiers: list[str] = []
     places: list[At] = []
-    group: list[Factor] | None = None
-    for token in _TOKEN.findall(text):
-        if token == "(":
-            if group is not None:
-                raise SpecError("a group inside a group; write the factors of one dim in one pair of parentheses")
-            group = []
-        elif token == ")":
-            if group is None:
-                raise SpecError("unbalanced parentheses: ')' without '('")
-            dims.append(tuple(group))
-            group = None
-        elif token[0] == "@" or token[0] == "+" or ":" in token:
-            if group is not None:
-                raise SpecError(f"{token!r} inside a group; write it after the dims")
-            if token[0] == "@" and "=" in token:
-                places.append(_at(token))
-            elif token[0] == "@":
-                tiers.append(_tier(token))
-            else:
-                pending.append(_pending(token))
-        elif group is not None:
-            group.append(_factor(token))
+    for dim in words(text):
+        if isinstance(dim, tuple):
+            dims.append(tuple(_in_group(str(word)) for word in dim))
+            continue
+        token = str(dim)
+        if token[0] == "@" and "=" in token:
+            places.append(_at(token))
+        elif token[0] == "@":
+            tiers.append(_tier(token))
+        elif _is_pending(token):
+            pending.append(_pending(token))
         else:
             dims.append(None if token == "..." else (_factor(token),))
-    if group is not None:
-        raise SpecError("unbalanced parentheses: '(' is never closed")
     if len(tiers) > 1:
         raise SpecError(f"two tiers, {' and '.join('@' + tier for tier in tiers)}; keep one")
     if len(places) > 1:
@@ -111,6 +98,16 @@ def parse(text: str) -> Parsed:
     if dims.count(None) > 1:
         raise SpecError("'...' stands twice; it can stand for the rest once")
     return Parsed(tuple(dims), tuple(pending), tiers[0] if tiers else "device", places[0] if places else None)
+
+
+def _is_pending(token: str) -> bool:
+    return token[0] == "+" or ":" in token
+
+
+def _in_group(token: str) -> Factor:
+    if token[0] == "@" or _is_pending(token):
+        raise SpecError(f"{token!r} inside a group; write it after the dims")
+    return _factor(token)
 
 
 def _tier(token: str) -> str:

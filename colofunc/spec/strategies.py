@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from colofunc.mesh import Mesh
+from colofunc.ops.targets import is_view
 from colofunc.spec.layout import Atom, Dim, Layout, axes_of, make_layout, replicated
 from colofunc.spec.rule import Call, Cost, Operand, Rule, Strategy, TensorType
 
@@ -34,17 +35,6 @@ Only = tuple[tuple[str, tuple[Way, ...]], ...]  # axis -> the ways that it may t
 
 _ANY_DTYPE = torch.float32
 """The dtype where only layouts are asked for: they do not depend on it."""
-
-FREE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze select slice split split_with_sizes "
-        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real "
-        "view_as_complex "
-        "as_strided diagonal narrow chunk"
-    ).split()
-)
-"""Operators that only describe memory anew: they cost nothing to run."""
 
 
 def lay_out(
@@ -167,7 +157,7 @@ def cost_of(
     call: Call, rule: Rule | None, ins: Sequence[Layout], outs: Sequence[Layout | None], axes: Iterable[tuple[str, str]]
 ) -> Cost:
     """Work of one rank: the rule's flops shared among the axes placed on factors, bytes of the local parts."""
-    if call.target.rsplit(".", 1)[0] in FREE:
+    if is_view(call.target):
         return Cost()
     nbytes = 0
     largest_in = 0

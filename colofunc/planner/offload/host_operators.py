@@ -20,19 +20,11 @@ from fnmatch import fnmatchcase
 
 from colofunc.errors import PlanError, near
 from colofunc.ops.updates import IN_PLACE
-from colofunc.planner.offload.trace import GATHERS, LITTLE, Ground
+from colofunc.planner.offload.trace import LITTLE, Ground
 from colofunc.planner.offload.updates import CAST, may_run_on_host
-from colofunc.program.facts import written
+from colofunc.program.facts import reads_rows, writes_rows, written
 from colofunc.program.ir import Node, Program
 
-SCATTERS = frozenset(
-    {
-        "aten.embedding_dense_backward.default",
-        "aten.index_put.default",
-        "aten.index_add.default",
-        "colofunc.embedding_bag_backward",
-    }
-)
 CHEAP = frozenset("_to_copy add addcmul div linalg_vector_norm mean mul neg pow sqrt square sub sum".split())
 """Operators that read what they are given once: they go where it lies. In place forms too."""
 
@@ -142,7 +134,7 @@ def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str 
         found |= gathers | casts | updates
         # gradients of the tables, by the modules in which they are read
         paths = {nodes[gather].path for gather in gathers}
-        found |= {position for position, node in enumerate(nodes) if node.target in SCATTERS and node.path in paths}
+        found |= {position for position, node in enumerate(nodes) if writes_rows(node.target) and node.path in paths}
     if not found and not _made_in_loops(ground):
         return frozenset()
     return _closed(ground, found, placed, None)
@@ -172,7 +164,7 @@ def _made_in_loops(ground: Ground) -> set[int]:
 def _picks(ground: Ground, position: int, storage: int) -> bool:
     """Whether a node reads rows of a storage and nothing else in it."""
     node = ground.program.nodes[position]
-    return node.target in GATHERS and [ground.lies.home[ref] for ref in node.refs].index(storage) == 0
+    return reads_rows(node.target) and [ground.lies.home[ref] for ref in node.refs].index(storage) == 0
 
 
 def _is_cast(ground: Ground, position: int, storage: int, readers: Iterable[int]) -> bool:

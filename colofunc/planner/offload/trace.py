@@ -26,12 +26,12 @@ from colofunc.mesh import Mesh
 from colofunc.ops.updates import IN_PLACE
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
 from colofunc.planner.offload.timeline import TraceLanes, play
-from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
+from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, reads_rows, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
 from colofunc.program.passes.narrow_gradients import droppable_casts
-from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
+from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, looks_only, readers
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
@@ -119,14 +119,12 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
 
 
 BAG = "colofunc.embedding_bag"
-GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor", BAG})
-"""Operators that read few rows of their first operand."""
 
 
 def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
     values, outs = program.values, node.results
-    if node.target not in GATHERS:
+    if not reads_rows(node.target):
         return sum(values[id].nbytes for id in (*node.refs, *written(node), *outs))
     moved = sum(values[id].nbytes for id in (*node.refs[1:], *outs))
     if node.target == BAG:  # reads a row for each index, and writes one for each bag
@@ -145,7 +143,7 @@ def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
     moved_s = touched / device.memory_bytes_per_s
     work_s = device_s - device.launch_s
     # Of gathers the device's seconds count the whole table, and copies between tiers have none of their own.
-    bound_by_work = work_s > WORK * moved_s > 0 and node.target not in GATHERS and kind_of(node) is None
+    bound_by_work = work_s > WORK * moved_s > 0 and not reads_rows(node.target) and kind_of(node) is None
     return mesh.host_s(touched) * (work_s / moved_s if bound_by_work else 1.0)
 
 
@@ -443,7 +441,7 @@ class _Writer:
         read: set[int] = set()
         for k in self.on_host:
             node = program.nodes[k]
-            if not is_view(node, found):
+            if not looks_only(node, found):
                 read.update(found.home[ref] for ref in node.refs)
         # Storages that are written later, in part, or by what plans its copies itself.
         not_whole = _shared(found)
@@ -469,7 +467,7 @@ class _Writer:
     def _touches(self, k: int) -> tuple[set[int], set[int]]:
         """Storages that a node reads or writes, and those that it writes or makes."""
         node, home = self.ground.program.nodes[k], self.ground.lies.home
-        if is_view(node, self.ground.lies):
+        if looks_only(node, self.ground.lies):
             return set(), set()
         changed = {home[id] for id in (*written(node), *node.results)}
         return changed | {home[id] for id in node.refs}, changed

@@ -25,7 +25,7 @@ from colofunc.ops.updates import IN_PLACE
 from colofunc.planner.offload.trace import Ground
 from colofunc.program.facts import is_pointwise, kind_of, takes_device, written
 from colofunc.program.ir import Node
-from colofunc.program.passes.tiered import is_view
+from colofunc.program.passes.tiered import looks_only
 
 SPLITS = (0.0, 1.0, 0.5, 0.75)
 """Shares of the updates on the host that are tried first."""
@@ -132,14 +132,14 @@ def _computes(ground: Ground, group: Sequence[int]) -> bool:
     update.
     """
     members = [ground.program.nodes[position] for position in group]
-    return any(node.target != WRITE and not is_view(node, ground.lies) for node in members)
+    return any(node.target != WRITE and not looks_only(node, ground.lies) for node in members)
 
 
 def _belongs(node: Node, ground: Ground) -> bool:
     """Whether a node that only an update reads is part of it: all of the phase, elsewhere what is elementwise and makes
     nothing smaller.
     """
-    if is_view(node, ground.lies):
+    if looks_only(node, ground.lies):
         return True
     if not may_run_on_host(node, ground):
         return False
@@ -165,7 +165,7 @@ def _update(ground: Ground, positions: Sequence[int]) -> Update:
 
 def may_run_on_host(node: Node, ground: Ground) -> bool:
     """Whether an operator may run on the host: one that computes, from tensors that it is given."""
-    if kind_of(node) is not None or not node.refs or is_view(node, ground.lies):
+    if kind_of(node) is not None or not node.refs or looks_only(node, ground.lies):
         return False
     return not (node.target.startswith("aten.") and takes_device(node.target) and node.target != CAST)
 

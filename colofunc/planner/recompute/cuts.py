@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 
 import attrs
 
-from colofunc.ops.debug import DEBUG
 from colofunc.program.aliases import aliases
+from colofunc.program.facts import is_effect
 from colofunc.program.ir import Node, Program, computed_once
 
 SMALL = 1 << 10
@@ -102,10 +102,10 @@ class ForwardFacts:
         """
         nodes, first = self.program.nodes, self.first or 0
         maker = self.maker[value]
-        if nodes[maker].target == DEBUG:
+        if is_effect(nodes[maker].target):
             return True
         for reader in self.readers.get(value, ()):
-            if reader > self.last or nodes[reader].phase == "update" or nodes[reader].target == DEBUG:
+            if reader > self.last or nodes[reader].phase == "update" or is_effect(nodes[reader].target):
                 return True
             if reader < first and stage_of.get(reader, 0) > stage_of[maker] + 1:
                 return True

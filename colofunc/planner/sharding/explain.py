@@ -20,8 +20,8 @@ from colofunc.planner.sharding.classes import starred
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.flows import Flow, settled_layout
-from colofunc.program.ir import Node, Program, Ref
-from colofunc.program.passes.simplify_known import ATTENTION
+from colofunc.program.ir import Node, Program
+from colofunc.program.passes.simplify_known import mask_of
 from colofunc.program.text import target_text
 from colofunc.spec.conversions.conversion import conversion
 from colofunc.spec.layout import At, Layout
@@ -126,16 +126,16 @@ def _dense_masks(program: Program) -> tuple[str, ...]:
     """A line for each large mask that attention reads as a tensor: no rank sees less of it than its own rows."""
     readers: dict[int, Node] = {}
     for node in program.nodes:
-        where = ATTENTION.get(node.target)
-        if where is not None and isinstance(node.args[where[0]], Ref):
+        mask = mask_of(node)
+        if mask is not None:
             # layers share a mask: the first of them is named
-            readers.setdefault(node.args[where[0]].id, node)
+            readers.setdefault(mask.id, node)
     notes = []
     for vid, node in readers.items():
-        mask = program.values[vid]
-        if mask.nbytes > MAX_MASK_BYTES:
+        value = program.values[vid]
+        if value.nbytes > MAX_MASK_BYTES:
             notes.append(
-                f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is no "
+                f"{node.path or 'attention'} reads a dense mask {value.shape} of {size_text(value.nbytes)}: it is no "
                 "band, and not made by & of comparisons of a vector per row with a vector per column "
                 "(position[j] <= position[i], document[j] == document[i], keep[j]). Try: a bool mask that is written so"
             )

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.mesh.cost import without_starts
+from colofunc.ops.targets import is_view
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array
 from colofunc.program.ir import Program
 from colofunc.program.passes.buckets import COPIES
 from colofunc.spec.layout import Layout, replicated
 from colofunc.spec.rule import Strategy
-from colofunc.spec.strategies import FREE
 
 ConvertS = Callable[[Layout, Layout, Mesh, int], float]
 Step = tuple[int, int, float]  # from layout, to layout, seconds
@@ -350,7 +350,7 @@ def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
     """The values and what casts and views alone make of them: what is let go of with them, and made anew with them."""
     found = set(ids)
     for node in program.nodes:
-        moved = node.target.rsplit(".", 1)[0] in FREE or node.target.startswith("aten._to_copy")
+        moved = is_view(node.target) or node.target.startswith("aten._to_copy")
         if moved and len(node.refs) == 1 and node.refs[0] in found:
             found.update(node.results)
     return frozenset(found)

@@ -25,13 +25,14 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Table, bound, choose, signature
+from colofunc.ops.targets import argument_at
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.lower import call_of
 from colofunc.program.passes.kernels import capability_on, rates_of
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.rules.attention_call import AttentionCall
 
-TARGETS = ("colofunc.attention", "colofunc.attention_backward")
 # Products of backward, a share of those of forward.
 BACKWARD = 2.5
 
@@ -47,7 +48,7 @@ class KernelSeconds:
     _known: dict[Any, float | None] = attrs.field(factory=dict, init=False)
 
     def __call__(self, node: Node, strategy: Strategy) -> float | None:
-        candidates = self.table.get((node.target, "cuda")) if node.target in TARGETS else None
+        candidates = self.table.get((node.target, "cuda")) if node.target in AttentionCall.TARGETS else None
         capability = capability_on(self.mesh.topology)
         if not candidates or capability is None:
             return None
@@ -112,8 +113,8 @@ def _whole_block(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _last_rows(call: Call, ins: Sequence[Layout], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Where the rows of the last rank stand, if rows are split and positions count."""
-    at = 0 if call.target == TARGETS[0] else 1
-    atoms, s = ins[at].dims[2], ins[at].shape[2]
+    q = ins[argument_at(call.target, "q")]
+    atoms, s = q.dims[2], q.shape[2]
     split = [k for k, (_, axis) in enumerate(atoms) if axis is not None]
     if not split or not (arguments["causal"] or arguments["window"]):
         return {}
@@ -127,4 +128,4 @@ def _last_rows(call: Call, ins: Sequence[Layout], arguments: Mapping[str, Any]) 
 def _flops(call: KernelCall) -> float:
     """Of a call without a mask, as rules count them."""
     (b, h, s, e), (t, f) = call["q"].shape, call["v"].shape[2:]
-    return 2.0 * b * h * s * t * (e + f) * (1.0 if call.target == TARGETS[0] else BACKWARD)
+    return 2.0 * b * h * s * t * (e + f) * (BACKWARD if call.target == AttentionCall.BACKWARD else 1.0)

@@ -15,11 +15,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from colofunc.ops.targets import is_view
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.flows import Coded, operands_alike
 from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.program.ir import Node, Program
-from colofunc.spec.strategies import FREE
 
 Ints = NDArray[np.intp]
 _Copies = tuple[Ints, Ints, float, int]
@@ -175,11 +175,11 @@ def _lives(program: Program) -> tuple[dict[int, int], dict[int, int], dict[int, 
     for index, node in enumerate(program.nodes):
         for ref in node.refs:
             last[ref] = max(last.get(ref, 0), index)
-        is_view = _is_view(node)
+        looks = _looks(node)
         for out in node.results:
             born[out] = index
             last.setdefault(out, index)
-            if is_view:
+            if looks:
                 view_of[out] = view_of.get(node.refs[0], node.refs[0])
     for out in program.outputs:
         last[out] = count
@@ -204,8 +204,9 @@ def _uses(program: Program, model: PairwiseModel, ties: Ties) -> dict[int, dict[
     return uses
 
 
-def _is_view(node: Node) -> bool:
-    return bool(node.refs) and node.target.rsplit(".", 1)[0] in FREE
+def _looks(node: Node) -> bool:
+    """Whether a node shows memory of its operand."""
+    return bool(node.refs) and is_view(node.target)
 
 
 def _ends(program: Program) -> list[int]:
@@ -215,7 +216,7 @@ def _ends(program: Program) -> list[int]:
     ends = list(range(count))
     for index in range(count - 1, -1, -1):
         node = program.nodes[index]
-        if _is_view(node):
+        if _looks(node):
             ends[index] = max([index, *(last.get(out, index) for out in node.results)])
         for ref in node.refs:
             last[ref] = max(last.get(ref, 0), ends[index])

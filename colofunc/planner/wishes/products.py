@@ -32,10 +32,12 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops import fp8, fp8_products, int8_products, quantized, saved_activations
+from colofunc.ops.targets import keeps_order
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.product_forms import FORMS, Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
+from colofunc.program.facts import backward_of
 from colofunc.program.ir import Node, Program
 from colofunc.spec.rule import Factors, Rule
 
@@ -44,18 +46,10 @@ __all__ = [
     "wishes", "work", "worthwhile",
 ]  # fmt: skip
 
-_BACKWARD = {
-    "colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw"),
-    fp8.PRODUCTS[0]: (*fp8.PRODUCTS[1:], "colofunc.fp8_linear_dx"),
-    fp8_products.PRODUCT: ("colofunc.fp8_g128_linear_dx",),
-    **{name: (f"{name}_dx",) for name in sorted(quantized.PRODUCTS)},
-    int8_products.PRODUCT: ("colofunc.int8_linear_dx",),
-}
-"""Forward product -> the operators of its gradients; those of others are aten.mm."""
 WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT, fp8_products.PRODUCT}
 """Products whose second operand is the data of a packed weight."""
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
-_VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.", fp8.CAST)
+_COPIES = ("aten.view.dtype", "aten.clone.default", "aten._to_copy.default", fp8.CAST)
 _ROUNDED = (saved_activations.PACK, saved_activations.WIDEN)
 """What stands for a value in 8 bits, and the value again: about the same numbers."""
 
@@ -329,7 +323,7 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
     for product, words in patterns.items():
         node = program.nodes[product.index]
         alone = products_at[product.path] == 1
-        backward = _BACKWARD.get(node.target, ("aten.mm.default",))
+        backward = backward_of(node.target)
         # An adapter's products stand under the path of the layer that it is for: those are told apart by what they
         # make.
         forward_values: tuple[int, ...] = ()
@@ -350,6 +344,6 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
 def root(makers: Mapping[int, Node], id: int) -> int:
     """The value that an id is, but for how its dims are cut and in which order they stand, and for casts and rounding.
     """
-    while id in makers and makers[id].target.startswith((*_TRANSPOSES, *_VIEWS, *_ROUNDED)):
+    while id in makers and (keeps_order(makers[id].target) or makers[id].target in (*_TRANSPOSES, *_COPIES, *_ROUNDED)):
         id = makers[id].refs[0]
     return id

@@ -21,13 +21,14 @@ import attrs
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
+from colofunc.ops.targets import is_view
 from colofunc.plugins import Registry, build_registry
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
 from colofunc.spec.layout import Dim, Layout
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.spec import Spec, bind
-from colofunc.spec.strategies import FREE, build, lay_out, place, usable
+from colofunc.spec.strategies import build, lay_out, place, usable
 from colofunc.spec.strategies import follow as take
 
 
@@ -186,7 +187,7 @@ def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules, apart: bool) -
     """
     base = node.target.rsplit(".", 1)[0]
     sums = not apart and base in ("aten.add", "aten.sub") and all(r in lies and lies[r].pending for r in node.refs)
-    return (sums or base in FREE) and rules.take(node, lies) is not None
+    return (sums or is_view(node.target)) and rules.take(node, lies) is not None
 
 
 def _at_rest(layout: Layout, mesh: Mesh, rest: Mapping[int, str]) -> Layout:

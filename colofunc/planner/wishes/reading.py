@@ -30,6 +30,7 @@ from colofunc.ops.experts_parts import EXPERTS, EXPERTS_BACKWARD
 from colofunc.ops.fp8 import carried
 from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.ops.saved_activations import WIDEN
+from colofunc.ops.targets import keeps_order
 from colofunc.planner.wishes.products import leaf_of
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
@@ -37,7 +38,6 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 
 Want = TypeVar("Want")
-VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
 __all__ = ["experts", "moments", "origins", "routers", "rows", "stored", "with_moments", "written_attention"]
 
@@ -103,7 +103,7 @@ def stored(program: Program, id: int) -> tuple[int, ...]:
 
 
 def _keeps_dim_0(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    return before == after or (node.target in VIEWS and before[:1] == after[:1])
+    return before == after or (keeps_order(node.target) and before[:1] == after[:1])
 
 
 def _common(a: str, b: str) -> int:

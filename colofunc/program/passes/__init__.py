@@ -24,7 +24,7 @@ memory
   recompute, tiered             values made again for backward; copies between tiers
   inplace, reuse                state written where it lies; results written over operands
 when and how it runs
-  schedule, kernels             the order of nodes; the kernel that a plan counts on
+  schedule, overlapped, kernels the order of nodes; collectives beside what runs; the kernel that a plan counts on
   narrow_gradients, squares, one_call
                                 updates that read narrow gradients, sums of squares in one pass, updates side by side
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.ops.targets import resolve
+from colofunc.ops.targets import KEEP_ORDER, resolve
 from colofunc.program.ir import Node
 from colofunc.program.passes.bands import BandedTensor, NoBand, as_band, runs_of_equal
 
@@ -97,13 +97,7 @@ def _triangle(lower: bool) -> Callable[[BandedTensor, tuple[Any, ...], tuple[int
 
 
 VIEWS: Mapping[str, Callable[[BandedTensor, tuple[Any, ...], tuple[int, ...]], BandedTensor]] = {
-    "aten.view.default": _reshaped,
-    "aten._unsafe_view.default": _reshaped,
-    "aten.reshape.default": _reshaped,
-    "aten.unsqueeze.default": _reshaped,
-    "aten.squeeze.default": _reshaped,
-    "aten.squeeze.dim": _reshaped,
-    "aten.squeeze.dims": _reshaped,
+    **dict.fromkeys(KEEP_ORDER, _reshaped),
     "aten.expand.default": _expanded,
     "aten.slice.Tensor": _sliced,
     "aten.select.int": _selected,

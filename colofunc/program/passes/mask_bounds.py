@@ -23,6 +23,7 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc.ops.targets import KEEP_ORDER
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
 
@@ -31,7 +32,7 @@ LOWEST, HIGHEST = -(1 << 62), 1 << 62
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 JOINS = ("aten.bitwise_and.Tensor", "aten.logical_and.default", "aten.mul.Tensor")
 # Views that only add or drop dims in front of the rows, where sizes say so.
-VIEWS = ("aten.expand.default", "aten.unsqueeze.default", "aten.view.default", "aten.squeeze.dim", "aten.alias.default")
+VIEWS = KEEP_ORDER | {"aten.expand.default", "aten.alias.default"}
 # comparison -> the same with its operands exchanged
 COMPARISONS = {"eq": "eq", "le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 

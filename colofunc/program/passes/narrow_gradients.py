@@ -7,9 +7,9 @@ update is the only reader of the cast, it reads what was cast.
     %9 = _to_copy(%8: bf16 @host, dtype=f32)   adamw_(%1, %9, %2, %3, ...)     ->     adamw_(%1, %8: bf16 @host, %2, %3, ...)
 
 Updates that run so say it where they are defined (`narrow_where`): Adam and AdamW without amsgrad, SGD without
-dampening, Lion, LAMB's direction. On a GPU those of `ON_DEVICE` do by a kernel of ours, and only large parameters gain:
-small ones are updated in one call, which reads one dtype (`one_call`). A machine where that kernel could not be
-compiled casts within the update, so it counts as a workspace.
+dampening, Lion, LAMB's direction. On a GPU they do by a kernel of ours (`narrow_on_device`, `ext/cuda/cuda/update.cu`),
+and only large parameters gain: small ones are updated in one call, which reads one dtype (`one_call`). A machine where
+that kernel could not be compiled casts within the update, so it counts as a workspace.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from colofunc.program.facts import is_cast, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.kernels import capability_on
 
-ON_DEVICE = ("colofunc.adamw_", "colofunc.sgd_", "colofunc.lion_")
-"""Updates that have a kernel in CUDA (`ext/cuda/cuda/update.cu`)."""
 LEAST_CAPABILITY = (8, 0)
 LARGE = 1 << 20
 """Elements of a parameter from which on memory takes longer than a call of its own."""
@@ -53,13 +51,15 @@ def narrow_updates(program: Program, mesh: Mesh) -> Program:
     device, edit = mesh.topology.device, Editor(program)
     changed = False
     for index, cast in droppable_casts(program).items():
-        is_large = program.nodes[index].target in ON_DEVICE and _elements(program, index) >= LARGE
-        if not is_large or not _all_in(program, "device", index, cast):
+        has_kernel = OPERATORS[program.nodes[index].target].narrow_on_device
+        if not has_kernel or _elements(program, index) < LARGE:
+            continue
+        if not _all_in(program, "device", index, cast):
             continue
         (source,), (result,) = program.nodes[cast].refs, program.nodes[cast].results
         narrow, wide = program.values[source], program.values[result]
-        written_bytes = sum(program.values[id].nbytes for id in written(program.nodes[index]))
-        seconds = device.launch_s + (narrow.nbytes + 2 * written_bytes) / device.memory_bytes_per_s
+        moved_bytes = narrow.nbytes + _moved_bytes(program, index)
+        seconds = device.launch_s + moved_bytes / device.memory_bytes_per_s
         edit.change(index, kernel=PlannedKernel("narrow gradient", seconds, wide.nbytes))
         _drop(edit, cast)
         changed = True
@@ -68,6 +68,17 @@ def narrow_updates(program: Program, mesh: Mesh) -> Program:
 
 def _elements(program: Program, update: int) -> int:
     return prod(program.values[program.nodes[update].refs[0]].shape)
+
+
+def _moved_bytes(program: Program, update: int) -> int:
+    """What an update reads and writes beside its gradient, in bytes: most write over the parameter, LAMB's direction
+    only reads it, and has results.
+    """
+    node, values = program.nodes[update], program.values
+    into = written(node)
+    moved_bytes = 2 * sum(values[id].nbytes for id in into) + sum(values[id].nbytes for id in node.results)
+    param = node.refs[0]
+    return moved_bytes if param in into else moved_bytes + values[param].nbytes
 
 
 def _all_in(program: Program, tier: str, update: int, cast: int) -> bool:

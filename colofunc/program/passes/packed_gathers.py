@@ -24,9 +24,10 @@ from typing import Any
 import attrs
 
 from colofunc.ops.quantized import DEQUANTIZE
+from colofunc.ops.targets import RESHAPES
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref
-from colofunc.program.passes.packed_reads import CAST, DIVISION, TURNS, VIEWS
+from colofunc.program.passes.packed_reads import CAST, DIVISION, TURNS
 from colofunc.spec.layout import Layout, axes_of, make_layout
 
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
@@ -140,7 +141,7 @@ class _Gathered:
             at_end = index == self.chain[-1]
             (own,) = node.results
             out = last.results[0] if at_end else edit.new(values[own], shape=self._shape(own, dim), layout=None)
-            if node.target in VIEWS:
+            if node.target in RESHAPES:
                 args = (args[0], self._shape(own, dim))
             edit.insert(self.rearrange, attrs.evolve(node, args=args, outs=(out,), on=gather.on))
             if not stays:
@@ -221,7 +222,7 @@ def _dim_before(program: Program, before: int, index: int, dim: int | None) -> i
             len(node.refs) == 2 and program.values[node.refs[1]].shape == old[1:] and node.refs[1] in program.inputs
         )
         return 0 if by_columns else None
-    return 0 if node.target in VIEWS and old[:1] == new[:1] else None
+    return 0 if node.target in RESHAPES and old[:1] == new[:1] else None
 
 
 def _turn(node: Node, count: int) -> list[int]:

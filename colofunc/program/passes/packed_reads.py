@@ -20,6 +20,7 @@ import attrs
 import torch
 
 from colofunc.ops.quantized import DEQUANTIZE
+from colofunc.ops.targets import RESHAPES
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, map_refs
 
@@ -27,13 +28,13 @@ PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
 """Products whose second operand may be a quantized weight -> the operator of its format in their place."""
 CAST = "aten._to_copy.default"
 VIEW = "aten.view.default"
-VIEWS = frozenset((VIEW, "aten._unsafe_view.default"))
 TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.permute.default"))
 LOOKUP = "aten.embedding.default"
 DIVISION = "aten.div.Tensor"
 """By the scale of a weight's inputs, which is an input of the program."""
-SHAPES = VIEWS | TURNS
-"""Operators that only look at a widened weight in another shape."""
+SHAPES = RESHAPES | TURNS
+"""Operators that only look at a widened weight in another shape: a reshape is told other sizes where what it reads is
+gathered."""
 NARROW = (torch.bfloat16, torch.float16)
 
 # what makes a widened weight: its dequantize first, then casts, divisions and changes of shape

@@ -31,6 +31,7 @@ from typing import Any
 import attrs
 
 from colofunc.ops.fused import has_adder
+from colofunc.ops.targets import KEEP_ORDER
 from colofunc.ops.twins import functional_of, out_twin, twin_of
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
@@ -39,10 +40,9 @@ from colofunc.program.ir import Loop, Node, Program, Ref
 from colofunc.program.passes.loop import parts_that_read
 
 # Views that keep every element once (in any order).
-WHOLE = frozenset(
-    """aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.default
-    aten.squeeze.dim aten.squeeze.dims aten.permute.default aten.transpose.int aten.t.default aten.alias.default
-    aten.detach.default colofunc.rearrange colofunc.wait""".split()
+WHOLE = KEEP_ORDER.union(
+    """aten.permute.default aten.transpose.int aten.t.default aten.alias.default aten.detach.default
+    colofunc.rearrange colofunc.wait""".split()
 )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 
 from colofunc.ops.shift import shift
-from colofunc.ops.targets import overload
+from colofunc.ops.targets import KEEP_ORDER, overload
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.simplify_known import fold_constants, fold_masks
@@ -193,14 +193,6 @@ def drop_dead(program: Program) -> Program:
 
 
 NLL_SUM = 2  # torch's number of reduction="sum"
-# Operators whose result is a view of another shape, in the same order.
-VIEWS_OF_SHAPE = (
-    "aten.view.default",
-    "aten.unsqueeze.default",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-    "aten.squeeze.default",
-)
 
 # A rewrite returns an operand that the result equals, another node, or None to leave the node.
 Rewrite = Callable[[Node, Scope], "int | Node | None"]
@@ -275,7 +267,7 @@ def _view(node: Node, scope: Scope) -> int | Node | None:
     source, shape = node.args
     if scope.shape(source) == shape:
         return int(source.id)
-    inner = scope.maker(source, *VIEWS_OF_SHAPE)
+    inner = scope.maker(source, *KEEP_ORDER)
     if inner is not None:
         if scope.shape(inner.args[0]) == shape:
             return int(inner.args[0].id)

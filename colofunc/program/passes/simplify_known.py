@@ -22,13 +22,14 @@ import attrs
 import torch
 
 from colofunc import compat
-from colofunc.ops.targets import overload, resolve
+from colofunc.ops.targets import argument_at, overload, resolve
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.on_host import OnHost
 from colofunc.program.passes.bands import BandedTensor, runs_of
 from colofunc.program.passes.mask_bands import band_of
 from colofunc.program.passes.mask_bounds import BoundsWriter, Parts, parts_of
+from colofunc.spec.rules.attention_call import AttentionCall
 
 # A mask that is no band is made for real up to this many elements (bytes for bool).
 MAX_MASK = 1 << 28
@@ -104,8 +105,8 @@ class Known:
 
 # ---- attention masks ----
 
-# target -> (position of bias, of causal, of window)
-ATTENTION = {"colofunc.attention": (3, 5, 6), "colofunc.attention_backward": (4, 8, 9)}
+BOX = ("code", "least", "most")
+"""Arguments of attention that say bounds of rows."""
 
 
 def fold_masks(program: Program) -> Program:
@@ -113,12 +114,19 @@ def fold_masks(program: Program) -> Program:
     masks = _Masks(program)
     nodes = []
     for node in program.nodes:
-        where = ATTENTION.get(node.target)
-        if where is not None and isinstance(node.args[where[0]], Ref):
-            node = masks.folded(node, where)
+        if mask_of(node) is not None:
+            node = masks.folded(node)
             nodes += masks.writer.taken()
         nodes.append(node)
     return masks.writer.done(nodes)
+
+
+def mask_of(node: Node) -> Ref | None:
+    """The bias that a node adds to scores of attention; None where it adds none, or is none of attention."""
+    if node.target not in AttentionCall.TARGETS:
+        return None
+    bias = node.args[argument_at(node.target, "bias")]
+    return bias if isinstance(bias, Ref) else None
 
 
 @attrs.frozen
@@ -142,33 +150,33 @@ class _Masks:
     def __attrs_post_init__(self) -> None:
         self.known, self.writer = Known(self.program), BoundsWriter.of(self.program)
 
-    def folded(self, node: Node, where: tuple[int, int, int]) -> Node:
-        bias_at, causal_at, window_at = where
+    def folded(self, node: Node) -> Node:
+        at = {argument.name: place for place, argument in enumerate(overload(node.target)._schema.arguments)}
         args = list(node.args)
-        box_at = window_at + 9
         # Arguments that the node leaves out, up to the box, get their defaults.
-        for argument in overload(node.target)._schema.arguments[len(args) : box_at + 3]:
+        for argument in overload(node.target)._schema.arguments[len(args) : at[BOX[-1]] + 1]:
             default = argument.default_value
             # A list of the schema is a tuple in a program.
             args.append(tuple(default) if isinstance(default, list) else default)
-        shifted = any(isinstance(arg, Ref) for arg in args[window_at + 4 : window_at + 6])  # explicit positions
-        if shifted or args[box_at] is not None:
+        shifted = any(isinstance(args[at[name]], Ref) for name in ("q_offset", "k_offset"))  # explicit positions
+        if shifted or args[at["code"]] is not None:
             return node
-        causal, window = args[causal_at], args[window_at]
+        causal, window = args[at["causal"]], args[at["window"]]
         # (b, h, s, d) of queries and keys
-        query_shape = self.program.values[args[bias_at - 3].id].shape
-        key_shape = self.program.values[args[bias_at - 2].id].shape
-        key = (args[bias_at].id, causal, window, query_shape[2], key_shape[2])
+        query_shape = self.program.values[args[at["q"]].id].shape
+        key_shape = self.program.values[args[at["k"]].id].shape
+        key = (args[at["bias"]].id, causal, window, query_shape[2], key_shape[2])
         if key not in self.verdicts:
             self.writer.reader = node
             self.verdicts[key] = self._verdict(*key)
         verdict = self.verdicts[key]
         if verdict is None:
             return node
-        args[bias_at], args[causal_at], args[window_at] = None, verdict.causal, verdict.window
+        args[at["bias"]], args[at["causal"]], args[at["window"]] = None, verdict.causal, verdict.window
         if verdict.box is None:
-            return attrs.evolve(node, args=tuple(args[: max(len(node.args), window_at + 1)]))
-        args[box_at : box_at + 3] = verdict.box
+            return attrs.evolve(node, args=tuple(args[: max(len(node.args), at["window"] + 1)]))
+        for name, bound in zip(BOX, verdict.box, strict=True):
+            args[at[name]] = bound
         return attrs.evolve(node, args=tuple(args))
 
     def _verdict(self, bias: int, causal: bool, window: int, rows: int, columns: int) -> _Verdict | None:

@@ -153,7 +153,7 @@ class Tiered:
         """Write a node down, its operands in the tier where it runs."""
         node = self.program.nodes[index]
         tier = self.far if index in self.on_host else self.near
-        if is_view(node, self.lies) and all(self._mine(out) for out in node.results):
+        if looks_only(node, self.lies) and all(self._mine(out) for out in node.results):
             for made in self.early.intersection(node.outs):
                 if made is not None and self.lies.home[made] in self.have[self.near]:
                     self.get(self.near, made)
@@ -242,7 +242,7 @@ def _gathered_at(node: Node, result: int) -> At | None:
     return None if layout is None else layout.at
 
 
-def is_view(node: Node, lies: StorageMap) -> bool:
+def looks_only(node: Node, lies: StorageMap) -> bool:
     """Whether all that a node does is look at memory that is there."""
     outs = node.results
     if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
@@ -254,7 +254,7 @@ def readers(program: Program, lies: StorageMap) -> Mapping[int, list[int]]:
     """Storage -> the nodes that read or write values in it, views left out: these look when they are read."""
     found: dict[int, list[int]] = {}
     for index, node in enumerate(program.nodes):
-        if not is_view(node, lies):
+        if not looks_only(node, lies):
             touched = dict.fromkeys(lies.home[id] for id in (*node.refs, *node.results))
             for storage in touched:
                 found.setdefault(storage, []).append(index)

@@ -30,6 +30,7 @@ import attrs
 import torch
 
 from colofunc.mesh import Mesh
+from colofunc.ops.targets import is_view
 from colofunc.program.facts import COLLECTIVES, kind_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Builder, Choice, RecordLocal, call_of
@@ -37,7 +38,7 @@ from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_ru
 from colofunc.program.places import made_at
 from colofunc.spec.layout import At, Layout, make_layout, replicated
 from colofunc.spec.rule import Call, Rule, Strategy
-from colofunc.spec.strategies import FREE, build, enumerate_strategies, follow, place, replicated_strategy, usable
+from colofunc.spec.strategies import build, enumerate_strategies, follow, place, replicated_strategy, usable
 
 Extra = Callable[[Call, Mesh], tuple[Strategy, ...]]
 # Operators whose results depend on their operand's shape alone, and the value they fill it with.
@@ -351,7 +352,7 @@ class _Build(Builder):
             return None
         pending = {position: lay.pending[0] for position, lay in enumerate(lies) if lay.pending}
         distinct = {ids[position] for position in pending}
-        view = call.target.rsplit(".", 1)[0] in FREE or call.target in ("colofunc.rearrange", "colofunc.take_shard")
+        view = is_view(call.target) or call.target in ("colofunc.rearrange", "colofunc.take_shard")
         view = view or (self.lean and call.target == "colofunc.reduce_scatter")
         out = call.outs[0]
         widens = False

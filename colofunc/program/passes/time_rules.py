@@ -24,25 +24,21 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
+from colofunc.ops.targets import argument_at, argument_names
 from colofunc.program.facts import sides
 from colofunc.program.ir import map_refs
 from colofunc.spec.layout import Dim, Layout, make_layout
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
+from colofunc.spec.rules.attention_call import AttentionCall
 from colofunc.spec.rules.local import rerun
 
 RuleOf = Callable[[Call], Rule | None]
 
-# Random operators: where `sizes` stands among their arguments; `strides` and `offset` follow it.
-PLACED = {
-    "colofunc.random_bits": 3, "colofunc.random_uniform": 4, "colofunc.random_normal": 4, "colofunc.random_bernoulli": 5,
-    "colofunc.dropout": 4, "colofunc.attention": 12, "colofunc.attention_backward": 15,
-}  # fmt: skip
-SHAPE_AT = {
-    "colofunc.random_bits": 2,
-    "colofunc.random_uniform": 2,
-    "colofunc.random_normal": 2,
-    "colofunc.random_bernoulli": 2,
-}
+# Random operators with arguments `sizes`, `strides` and `offset`, in this order; those that make a tensor have `shape`.
+PLACED = (
+    "colofunc.random_bits", "colofunc.random_uniform", "colofunc.random_normal", "colofunc.random_bernoulli",
+    "colofunc.dropout", *AttentionCall.TARGETS,
+)  # fmt: skip
 
 
 def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:
@@ -242,13 +238,13 @@ def rows_rule(call: Call) -> Rule:
 
 
 def _is_placed(call: Call) -> bool:
-    first = PLACED[call.target]
+    first = argument_at(call.target, "sizes")
     return bool(call.arg(first, "sizes", ())) or isinstance(call.arg(first + 2, "offset"), Ref)
 
 
 def _placed(call: Call, rule_of: RuleOf) -> Rule | None:
     """The operator's own rule for a call that knows no place, with local code that refines the place it knows."""
-    first = PLACED[call.target]
+    first = argument_at(call.target, "sizes")
     offset = call.arg(first + 2, "offset")
     at = offset.id if isinstance(offset, Ref) else len(call.ins)
     rule = rule_of(_without_place(call, first, at))
@@ -284,7 +280,8 @@ def _without_place(call: Call, first: int, at: int) -> Call:
 
 
 def _refined(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Callable[..., Any] | None:
-    first, shape_at = PLACED[call.target], SHAPE_AT.get(call.target)
+    first = argument_at(call.target, "sizes")
+    shape_at = argument_at(call.target, "shape") if "shape" in argument_names(call.target) else None
     dims, placed = _place_dims(call, ins, outs)
     if not any(axis for dim in dims for _, axis in dim):
         return None

@@ -31,6 +31,7 @@ from math import prod
 import attrs
 import torch
 
+from colofunc.ops.targets import keeps_order
 from colofunc.ops.wire import CARRY, RESIDUAL, Scheme
 from colofunc.program.editor import Editor
 from colofunc.program.facts import kind_of, sides
@@ -43,9 +44,6 @@ message."""
 FIT = "colofunc.fit"
 SUMS = ("colofunc.reduce_scatter", "colofunc.all_reduce")
 """How the names of operators begin that sum over the mesh, those that are started included."""
-_VIEWS = frozenset(
-    {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_alias.default"}
-)
 
 
 def narrow_sums(program: Program, scheme: Scheme) -> Program:
@@ -97,7 +95,7 @@ def _is_move(node: Node, program: Program) -> bool:
         before = program.values[node.refs[0]].shape
         return all(there >= here for here, there in zip(before, node.args[1], strict=True))
     kind = kind_of(node)
-    return node.target in _VIEWS or (kind is not None and kind[0] == "rearrange")
+    return keeps_order(node.target) or (kind is not None and kind[0] == "rearrange")
 
 
 class _Writer:
@@ -204,7 +202,7 @@ class _Writer:
         """The node that gives elements back the shape that they had before a move."""
         if move.target == FIT:
             return self._node(like, FIT, (Ref(moved), before.shape), result)
-        if move.target in _VIEWS:
+        if keeps_order(move.target):
             return self._node(like, "aten.reshape.default", (Ref(moved), before.shape), result)
         _, pattern, names, sizes = move.args
         known = _sizes_of(pattern, names, sizes, before.shape)

@@ -22,7 +22,9 @@ import torch
 
 from colofunc import compat
 from colofunc.errors import TraceError
+from colofunc.ops.define import OPERATORS
 from colofunc.ops.targets import target_of
+from colofunc.program.facts import EFFECTS
 from colofunc.program.tracing.infer import CPU, build, contiguous
 from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.record import Cell, Recorder, flat_results
@@ -405,7 +407,7 @@ def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 
 SPECIAL: dict[Any, Handler] = {
-    torch.ops.colofunc.debug.default: effect,
+    **{OPERATORS[f"colofunc.{name}"].op: effect for name in EFFECTS},
     torch.ops.prim.device.default: device,
     aten.detach.default: alias,
     aten.alias.default: alias,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colofunc.errors import TraceError
+from colofunc.ops.targets import keeps_order
 from colofunc.program.ir import Ref, map_refs
 from colofunc.program.tracing.infer import Meta
 from colofunc.program.tracing.meta import user_line
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 # Elements of a tensor with odd strides whose places are compared one by one.
 MOST_COUNTED = 1 << 16
-_RESHAPES = {
-    "aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default", "aten.unsqueeze.default",
-    "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
-}  # fmt: skip
 _SCATTERS = {
     "aten.slice.Tensor": "aten.slice_scatter.default",
     "aten.select.int": "aten.select_scatter.default",
@@ -98,7 +95,7 @@ def write_back(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> in
     target = cell.target
     if target == "":
         return new
-    if target in _RESHAPES or (target == "aten.expand.default" and prod(whole.shape) == prod(part.shape)):
+    if keeps_order(target) or (target == "aten.expand.default" and prod(whole.shape) == prod(part.shape)):
         return rec.emit1("aten.view.default", (Ref(new), whole.shape), whole.shape, whole.dtype)
     if target in _INVOLUTIONS:
         return rec.emit1(target, (Ref(new), *cell.args[1:]), whole.shape, whole.dtype)

@@ -10,13 +10,13 @@ Brackets mark whole factors. A dim of size 1 whose name has another size elsewhe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
+from colofunc.ops.pattern_words import words
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Operand, Ref, Rule, Strategy, TensorType
 from colofunc.spec.rules.pattern import Args, RuleFn
@@ -29,9 +29,6 @@ StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 
 Texts = dict[int | None, str]  # operand number -> its pattern; None is an operand that is absent
 
-_DIM = re.compile(r"\(([^)]*)\)|(\S+)")
-"""One dim of a pattern: several factors in parentheses, or a single word."""
-
 
 def at(call: Call, index: int, name: str) -> int | None:
     """Which operand the argument is; None where it is absent or not a tensor."""
@@ -42,13 +39,10 @@ def at(call: Call, index: int, name: str) -> int | None:
 def _operand(text: str, whole: set[str]) -> Operand:
     """The dims of an operand as its pattern gives them; factors in brackets are added to `whole`."""
     dims = []
-    for group, single in _DIM.findall(text):
-        if single == "1":
-            dims.append(())
-            continue
-        words = [single] if single else group.split()
-        factors = tuple(word.strip("[]") for word in words)
-        whole.update(factor for factor, word in zip(factors, words, strict=True) if word.startswith("["))
+    for dim in words(text, "the pattern of an operand"):
+        group = dim if isinstance(dim, tuple) else (dim,)
+        factors = tuple(word.text for word in group if word.text != "1")
+        whole.update(word.text for word in group if word.whole)
         dims.append(factors)
     return tuple(dims)
 

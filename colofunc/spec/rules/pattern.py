@@ -1,13 +1,15 @@
 """Rules from text: `pattern("m k, k n -> m n", reduce={"k": "sum"}, linear=[{0}, {1}])` is the rule of `mm`.
 
 One word per dim. A word in brackets is a factor that must be whole; `b*` stands for any number of dims (b0, b1, ...,
-the same wherever it appears); `1` is a dim of size 1; `-` is a result that is not a tensor. Parsed once, bound to each
-call's shapes; a call whose shapes do not fit the text has no rule (None), which means that it runs replicated.
+the same wherever it appears); `(h d)` is a dim of two factors, of which one is a dim elsewhere, so that both sizes are
+told; `1` is a dim of size 1; `-` is a result that is not a tensor. Parsed once, bound to each call's shapes; a call
+whose shapes do not fit the text has no rule (None), which means that it runs replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import attrs
 
 from colofunc.errors import SpecError
+from colofunc.ops.pattern_words import Dims, Word, words
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Factors, Operand, Rule
 
@@ -23,20 +26,75 @@ Args = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 Sets = Iterable[Iterable[int]]
 
 
+# Per operand or result its dims; None where `-` stands.
+Side = tuple[Dims | None, ...]
+_NAME = re.compile(r"[A-Za-z_]\w*\Z|1\Z")
+
+
 @cache
-def _parse(text: str) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[str, ...] | None, ...]]:
+def _parse(text: str) -> tuple[Side, Side]:
     if text.count("->") != 1:
         raise SpecError(
             f"the pattern {text!r} of a rule has no two sides; write operands -> results, such as 'm k, k n -> m n'"
         )
     left, right = text.split("->")
+    try:
+        sides = _side(left) if left.strip() else (), _side(right)
+        _check_groups([*sides[0], *sides[1]])
+    except SpecError as error:
+        error.add_note(f"in the pattern {text!r} of a rule")
+        raise
+    return sides
 
-    def side(words: str) -> tuple[tuple[str, ...] | None, ...]:
-        if not words.strip() and "," not in words:
-            return ((),) if words else ()
-        return tuple(None if part.strip() == "-" else tuple(part.split()) for part in words.split(","))
 
-    return side(left) if left.strip() else (), side(right)
+def _side(text: str) -> Side:
+    if not text.strip() and "," not in text:
+        return ((),) if text else ()
+    found = tuple(None if part.strip() == "-" else words(part) for part in text.split(","))
+    for word in _all_words(found):
+        if not _NAME.match(word.text):
+            raise SpecError(f"{str(word)!r} is no factor; write a name, '[d]', '(h d)', 'b*' or 1")
+    return found
+
+
+def _all_words(side: Iterable[Dims | None]) -> Iterator[Word]:
+    for dims in side:
+        for dim in dims or ():
+            yield from dim if isinstance(dim, tuple) else (dim,)
+
+
+def _check_groups(operands: Sequence[Dims | None]) -> None:
+    """Raise SpecError for a group of factors whose sizes cannot be told: of two or more no dim by itself is one, and no
+    other group says it.
+    """
+    groups = [dim for dims in operands for dim in dims or () if isinstance(dim, tuple)]
+    for group in groups:
+        if any(word.many for word in group):
+            raise SpecError("'*' inside a group; any number of dims is no one dim, so write 'b*' outside")
+    singles = [dim for dims in operands for dim in dims or () if isinstance(dim, Word)]
+    stars = tuple(word.text for word in singles if word.many)
+    known = {word.text for word in singles if not word.many} | {"1"}
+
+    def unknown_of(group: tuple[Word, ...]) -> list[str]:
+        names = [word.text for word in group if word.text not in known]
+        return [name for name in names if not any(name.rstrip("0123456789") == star for star in stars)]
+
+    progress = True
+    while progress:
+        progress = False
+        for group in groups:
+            unknown = unknown_of(group)
+            if len(unknown) == 1:
+                known.update(unknown)
+                progress = True
+    for group in groups:
+        unknown = unknown_of(group)
+        if unknown:
+            names = " and ".join(unknown)
+            raise SpecError(
+                f"nothing says how large {names} are in '({' '.join(map(str, group))})'; write the dim as one factor, "
+                "or give an operand that has one of them as a dim"
+            )
 
 
 def bind(
@@ -46,56 +104,72 @@ def bind(
     left, right = _parse(text)
     if len(left) != len(call.ins) or len(right) != len(call.outs):
         return None
-    sizes: dict[str, int] = {}
-    whole: set[str] = set()
     stars: dict[str, int] = {}
-    ins: list[Operand] = []
+    ins = [_spread(dims or (), typ.shape, stars) for dims, typ in zip(left, call.ins, strict=True)]
     outs: list[Operand | None] = []
-    for words, typ in zip(left, call.ins, strict=True):
-        operand = _operand(words or (), typ.shape, sizes, whole, stars)
-        if operand is None:
-            return None
-        ins.append(operand)
-    for words, out in zip(right, call.outs, strict=True):
-        bound = None if words is None or out is None else _operand(words, out.shape, sizes, whole, stars)
-        if bound is None and words is not None and out is not None:
-            return None
-        outs.append(bound)
+    for dims, out in zip(right, call.outs, strict=True):
+        outs.append(None if dims is None or out is None else _spread(dims, out.shape, stars))
+    shapes = [typ.shape for typ in call.ins] + [() if out is None else out.shape for out in call.outs]
+    sizes = _sizes([*ins, *outs], shapes)
+    if sizes is None:
+        return None
+    bound = [*left, *(dims if out is not None else None for dims, out in zip(right, outs, strict=True))]
+    whole: set[str] = set()
+    for word in _all_words(bound):
+        if word.whole:
+            whole.update(_expand(f"{word.text}*" if word.many else word.text, stars))
     spread: dict[str, str] = {}
     for name, how in (reduce or {}).items():
         spread.update(dict.fromkeys(_expand(name, stars), how))
     return Rule(tuple(ins), tuple(outs), sizes, spread, frozenset(whole), sets(linear), **more)
 
 
-def _operand(
-    words: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, int], whole: set[str], stars: dict[str, int]
-) -> Operand | None:
-    # `b*` stands for as many dims as the others leave.
-    free = len(shape) - len(words) + sum(word.strip("[]").endswith("*") for word in words)
-    dims: list[Factors] = []
-    for word in words:
-        name = word.strip("[]")
-        if name.endswith("*"):
-            count = stars.setdefault(name[:-1], free)
-            names = [f"{name[:-1]}{number}" for number in range(count)]
+def _spread(dims: Dims, shape: tuple[int, ...], stars: dict[str, int]) -> Operand:
+    """The factors of each dim. `b*` stands for as many dims as the others leave, wherever it appears."""
+    free = len(shape) - sum(isinstance(dim, tuple) or not dim.many for dim in dims)
+    factors: list[Factors] = []
+    for dim in dims:
+        if isinstance(dim, Word) and dim.many:
+            count = stars.setdefault(dim.text, free)
             free -= count
-        else:
-            names = [name]
-        for factor in names:
-            if len(dims) >= len(shape):
+            factors += [(f"{dim.text}{number}",) for number in range(count)]
+            continue
+        group = dim if isinstance(dim, tuple) else (dim,)
+        factors.append(tuple(word.text for word in group if word.text != "1"))
+    return tuple(factors)
+
+
+def _sizes(operands: Sequence[Operand | None], shapes: Sequence[tuple[int, ...]]) -> dict[str, int] | None:
+    """The size of each factor: of dims of one factor first, then what these leave of groups; None where shapes do not
+    fit.
+    """
+    sizes: dict[str, int] = {}
+    groups: list[tuple[Factors, int]] = []
+    for operand, shape in zip(operands, shapes, strict=True):
+        if operand is None:
+            continue
+        if len(operand) != len(shape):
+            return None
+        for factors, size in zip(operand, shape, strict=True):
+            if len(factors) > 1:
+                groups.append((factors, size))
+            elif (sizes.setdefault(factors[0], size) if factors else 1) != size:
                 return None
-            size = shape[len(dims)]
-            if factor == "1":
-                if size != 1:
-                    return None
-                dims.append(())
-                continue
-            if sizes.setdefault(factor, size) != size:
+    while groups:
+        left: list[tuple[Factors, int]] = []
+        for factors, size in groups:
+            unknown = [factor for factor in factors if factor not in sizes]
+            known = prod(sizes[factor] for factor in factors if factor in sizes)
+            if len(unknown) > 1:
+                left.append((factors, size))
+            elif (not unknown and known != size) or (unknown and (known == 0 or size % known)):
                 return None
-            if word.startswith("["):
-                whole.add(factor)
-            dims.append((factor,))
-    return tuple(dims) if len(dims) == len(shape) else None
+            elif unknown:
+                sizes[unknown[0]] = size // known
+        if len(left) == len(groups):
+            return None
+        groups = left
+    return sizes
 
 
 def _expand(name: str, stars: Mapping[str, int]) -> list[str]:
@@ -112,7 +186,10 @@ def sets(groups: Sets) -> tuple[frozenset[int], ...]:
 def pattern(
     text: str, *, reduce: Mapping[str, str] | None = None, linear: Sets = (), mults: bool = False, **more: Any
 ) -> RuleFn:
-    """A rule function from text. `mults`: costs 2 operations per combination of all factors (matrix products)."""
+    """A rule function from text. `mults`: costs 2 operations per combination of all factors (matrix products).
+
+    Raises SpecError for text that is no pattern, and for a group of factors whose sizes no operand tells.
+    """
     _parse(text)
 
     def rule(call: Call) -> Rule | None:
