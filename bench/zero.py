@@ -9,6 +9,8 @@ formulas count, and are derived from them to the byte, by named differences:
     - looked up on shards  a table whose rows are read where they lie is neither gathered nor cast as a whole
     + step count           the optimizer's, once
 
+The mesh is a machine of cards, so what is in passing at the peak includes what is gathered or reduced beside what runs.
+
 Bytes and collectives are GPT-2's; FSDP2's collectives are counted as two gloo processes run it, every block and the root
 wrapped.
 """

@@ -127,7 +127,7 @@ class _Walk:
     rules: Rules
     products: Mapping[int, Product]  # by index of their nodes
     stripes: Mapping[int, int]
-    adapters: Mapping[int, Adapter]  # by index of either of their products
+    adapters: Mapping[int, LowRankPair]  # by index of either of their products
     lies: dict[int, Layout] = attrs.field(factory=dict)
     origins: dict[int, frozenset[int]] = attrs.field(factory=dict)
     columns: list[int] = attrs.field(factory=list)
@@ -249,7 +249,7 @@ class _Walk:
 
 
 @attrs.frozen
-class Adapter:
+class LowRankPair:
     """Two products of which the second reads just what the first gives, and what it gives is added to what a third one
     has made: the factors of a low-rank change to the third one's matrix. Indices of their nodes.
     """
@@ -259,7 +259,7 @@ class Adapter:
     base: int
 
 
-def _adapters(program: Program, products: Mapping[int, Product]) -> dict[int, Adapter]:
+def _adapters(program: Program, products: Mapping[int, Product]) -> dict[int, LowRankPair]:
     """Adapters, by either of their two products."""
     makers = program.makers
     results = {out: index for index in products for out in program.nodes[index].results}
@@ -276,7 +276,7 @@ def _adapters(program: Program, products: Mapping[int, Product]) -> dict[int, Ad
         wide, narrow = _sizes(program, products[first])
         _, wide_again = _sizes(program, products[second])
         if base < first and narrow < min(wide, wide_again):
-            found[first] = found[second] = Adapter(first, second, base)
+            found[first] = found[second] = LowRankPair(first, second, base)
     return found
 
 
