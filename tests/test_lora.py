@@ -189,3 +189,30 @@ def test_the_second_factor_of_a_low_rank_matrix_is_a_column_for_who_asks() -> No
     both = cf.ext.product_pairs(program, mesh, "tp", adapters_by_columns=True)
     assert {"0.lora_A", "0.lora_B"} <= names(both.columns) and {"2.lora_A"} <= names(both.rows)
     assert "2.lora_B" not in names(both.columns) | names(both.rows)  # what the row product gives is summed whole
+
+
+class Branches(nn.Module):
+    """A pair of products with a low-rank branch beside its second one, and an LSTM, whose product has four results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        self.thin, self.back = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        self.cells = nn.LSTM(64, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = self.down(torch.relu(self.up(x))) + self.back(self.thin(x))
+        return beside + self.cells(beside)[0].mean()
+
+
+def test_a_low_rank_branch_beside_a_row_product_is_summed_with_it() -> None:
+    """Its own pending sum joins the other's; an operator with several results is no adapter."""
+    torch.manual_seed(0)
+    model = cf.functional(Branches().double())
+    loss = lambda out, batch: out.square().mean()  # noqa: E731
+    step, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=1e-2), loss=loss, inputs=lambda batch: ((batch,), {}))
+    batch = torch.randn(4, 8, 64, dtype=torch.float64)
+    sharded = cf.shard(step, cf.Mesh(tp=2), tensor("1d", "tp"))
+    specs = {leaf.name.removeprefix("state.params."): leaf.spec for leaf in sharded.lower(state, batch).plan.inputs}
+    assert [specs[f"{name}.weight"] for name in ("up", "down", "thin", "back")] == ["(tp a) b", "a (tp b)", "(tp a) b", "a (tp b)"]
+    assert check(sharded, state, batch).worst < 1e-12

@@ -221,8 +221,11 @@ def fresh(compiler: Compiler) -> Compiler:
 
 
 _ONE_OF_A_CHAIN = {
-    "sharding": ("say how the step lies on a mesh", "drop one of them, and give its plans to the other"),
-    "disk": ("name a directory for what is kept on disk", "name it in one of them"),
+    "sharding": (
+        "say how the step lies on a mesh ({one.mesh!r} and {other.mesh!r})",
+        "drop one of them, and give its plans to the other",
+    ),
+    "disk": ("name a directory for what is kept on disk ({one!r} and {other!r})", "name it in one of them"),
     "open": (
         "leave open what the state depends on",
         "decide one, and give the other step.settled(...).transform({first!r}).decided",
@@ -247,10 +250,11 @@ def applied(step: Staged, transform: Transform) -> Staged:
         if why:
             raise PlanError(f"{before.name} and {transform.name} cannot both be applied to one step: {why}")
         for field, (what, remedy) in _ONE_OF_A_CHAIN.items():
-            if getattr(before, field) is not None and getattr(transform, field) is not None:
+            one, other = getattr(before, field), getattr(transform, field)
+            if one is not None and other is not None:
                 raise PlanError(
-                    f"{before.name} and {transform.name} both {what}, and one of a chain may. "
-                    f"Try: {remedy.format(first=before.name)}"
+                    f"{before.name} and {transform.name} both {what.format(one=one, other=other)}, and one of a chain "
+                    f"may. Try: {remedy.format(first=before.name)}"
                 )
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
 

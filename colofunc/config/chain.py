@@ -100,7 +100,7 @@ def read_plans(node: SourceNode, registry: Registry, transforms: Collection[str]
                     f"(parameters of that name are '*{key}')"
                 )
             elif policy_of(key, registry):
-                raise child.error(f"parallel: {policy_of(key, registry)}")
+                raise child.error(f"parallel: {policy_of(key, registry)} (parameters of that name are '*{key}')")
             else:
                 globs[key] = child
         if globs:
@@ -174,9 +174,14 @@ def _spec(glob: str, node: SourceNode, registry: Registry, mesh: Mesh) -> str:
             checked(node, what, fits_mesh, value, mesh)
         return value
     raise node.error(
-        f"parallel: {glob!r} is no plan that is installed{near(glob, registry.plans, 'plans')}; parameters "
+        f"parallel: {glob!r} is no plan that is installed{near(glob, _own_plans(registry), 'plans')}; parameters "
         f"of that name take a spec such as '(tp o) i', not {value!r}"
     )
+
+
+def _own_plans(registry: Registry) -> list[str]:
+    """The names of plans without those that other frameworks give them."""
+    return [name for name in registry.plans if own_name(name, registry) == name]
 
 
 def fits_mesh(text: str, mesh: Mesh) -> None:
@@ -340,7 +345,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     registry = build_registry(tuple(plugins))
     known = _transforms(registry)
     entries = _without_aliases(root, registry)
-    wanted = list(read_plans(entries["parallel"], registry, known)) if "parallel" in entries else []
+    wanted = list(read_plans(entries["parallel"], registry, (*known, *OWN_KEYS))) if "parallel" in entries else []
     transforms: list[ConfigPart] = []
     for key, node in entries.items():
         if key in OWN_KEYS or node.value is False:

@@ -296,7 +296,7 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
     By the rules and strategies of colofunc and of installed plugins. Raises RuleError of operators that draw random
     numbers and have no rule, and where a rule contradicts the operator's shapes.
     """
-    registry = build_registry()
+    registry = build_registry(())
     rule = registry.rule(call)
     if rule is not None:
         rule.check(call)

@@ -92,7 +92,7 @@ def product_pairs(
                 base = adapters[index].base
                 columns[products[index]] = stripes[base]
                 if base in vocabulary:
-                    vocabulary.append(index)
+                    vocabulary += [adapters[index].first, index]
             return Pairs(columns, rows, tuple(products[index] for index in vocabulary))
         # Stripes first: what they join may make others part of a pair.
         if not _take_next_stripes(lone, walk, stripes, tried):
@@ -163,17 +163,17 @@ class _Walk:
     def product(self, index: int, node: Node) -> None:
         """A product whose operand arrives split is its row partner, if it sums over that; another one begins a column.
 
-        Both of an adapter's products are columns where the one beside them is, and begin none where it is not.
+        Of an adapter beside a column product both are columns. Beside a product that stays whole an adapter does too.
         """
         seeds = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
-        adapter = self.adapters.get(index)
-        if adapter is not None and adapter.second == index:
+        pair = self.adapters.get(index)
+        is_second = pair is not None and pair.second == index
+        if pair is not None and is_second and pair.base in self.columns and self.lay_out(node, index, pair.base):
             self.paired |= self._origins_of(seeds)
-            if adapter.base in self.columns and self.lay_out(node, index, adapter.base):
-                self.beside.append(index)
+            self.beside.append(index)
         elif seeds:
             self.row(index, node, seeds)
-        elif adapter is None or adapter.base in self.columns:
+        elif pair is None or (not is_second and (pair.base in self.columns or pair.base in self.rows)):
             if self.lay_out(node, index, index):
                 self.columns.append(index)
 
@@ -251,7 +251,7 @@ class _Walk:
 @attrs.frozen
 class LowRankPair:
     """Two products of which the second reads just what the first gives, and what it gives is added to what a third one
-    has made: the factors of a low-rank change to the third one's matrix. Indices of their nodes.
+    has made: the factors of a low-rank matrix beside the third one's, as an adapter's are. Indices of their nodes.
     """
 
     first: int
@@ -267,10 +267,12 @@ def _adapters(program: Program, products: Mapping[int, Product]) -> dict[int, Lo
     for second in products:
         # What casts and views make of a result is still the result.
         read = [results.get(root(makers, ref)) for ref in program.nodes[second].refs]
-        beside = [results.get(root(makers, ref)) for ref in _added_to(program, second)]
         firsts = [index for index in read if index is not None]
+        if len(firsts) != 1:
+            continue
+        beside = [results.get(root(makers, ref)) for ref in _added_to(program, second)]
         bases = [index for index in beside if index is not None]
-        if len(firsts) != 1 or len(bases) != 1:
+        if len(bases) != 1:
             continue
         first, base = firsts[0], bases[0]
         wide, narrow = _sizes(program, products[first])
@@ -281,9 +283,9 @@ def _adapters(program: Program, products: Mapping[int, Product]) -> dict[int, Lo
 
 
 def _added_to(program: Program, index: int) -> list[int]:
-    """The values to which a product's result is added, scaled or as it is."""
-    (value,) = program.nodes[index].results
-    while True:
+    """The values to which a product's (first) result is added, scaled or as it is."""
+    value = program.nodes[index].outs[0]
+    while value is not None:
         readers = [program.nodes[at] for at in program.readers.get(value, ())]
         forward = [reader for reader in readers if reader.phase == "forward"]
         if len(forward) != 1:
@@ -293,7 +295,8 @@ def _added_to(program: Program, index: int) -> list[int]:
             return [ref for ref in reader.refs if ref != value]
         if not reader.target.startswith(SCALED) or len(reader.refs) != 1:
             return []
-        (value,) = reader.results
+        value = reader.outs[0]
+    return []
 
 
 def _sizes(program: Program, product: Product) -> tuple[int, int]:
