@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 import colofunc as cf
 from colofunc.compiler import sharder
 from colofunc.compiler.decisions import Decisions, decide
-from colofunc.executors import distributed
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, own_memory
 from colofunc.ops.flat import are_adjacent, as_adjacent, flat_of
@@ -26,7 +25,7 @@ from colofunc.program.check import check_program
 from colofunc.program.facts import is_wire
 from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
-from colofunc.program.passes import one_call
+from colofunc.program.passes import one_call, overlapped
 from colofunc.program.passes.chunks import buffers_of, chunked
 from colofunc.program.passes.coalesce import delay_updates, delay_views
 from colofunc.program.passes.one_call import runs_of_updates
@@ -249,7 +248,7 @@ def test_gradients_of_a_chunk_are_used_in_one_call_on_real_ranks(chunk: int | st
     updates = sum(node.target == "colofunc.adamw_" for node in running.nodes)
     assert updates == 2 * LAYERS and updates - sum(len(run) - 1 for run in runs_of_updates(running).values()) == calls
     agrees_to_the_byte(step, state, batch, running, low)
-    with mock.patch.object(distributed, "updates_side_by_side", lambda program: program):
+    with mock.patch.object(overlapped, "updates_side_by_side", lambda program: program):
         apart = step.on("distributed").lower(state, batch).program
     assert apart.nodes != running.nodes and memory(apart).peak_bytes == memory(running).peak_bytes
 
