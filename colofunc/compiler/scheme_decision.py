@@ -160,8 +160,9 @@ def _as_kept(
     if option is None and leaf is not None:
         # In a scheme that was not measured, beside one of the same numbers that was: of int8, int8-dynamic.
         for one in weight.options:
-            if option is None and one.scheme is not None and has_numbers_of(leaf, one.scheme, registered):
+            if one.scheme is not None and has_numbers_of(leaf, one.scheme, registered):
                 option = one
+                break
     if option is None:
         return weight  # in a scheme that was not measured; the step says what is wrong
     return attrs.evolve(weight, options=(option,), stays="it lies so in the state")

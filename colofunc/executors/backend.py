@@ -60,7 +60,9 @@ class Backend(Protocol):
         """
 
     def interrupted(self) -> None:
-        """What `deferred_exchange` has begun will not end: no program begins any more that would take its messages for its own."""
+        """What `deferred_exchange` has begun will not end: no program begins any more that would take its messages for
+        its own.
+        """
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""

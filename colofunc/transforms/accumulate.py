@@ -7,8 +7,8 @@ Problem: activations grow with the batch. Gradient accumulation by hand divides 
 which is wrong wherever they hold different numbers of labels, and has to be written anew around every clip and metric.
 Idea: microbatches are a mesh axis in time. The step is traced once, on the whole batch; the program of one rank is
 split over that axis by the rules that split it over `dp` (`program.passes.time`), and its ranks run in a loop
-(`program.passes.fold`): means divide by the whole batch's count, gradients are summed in one accumulator each and reduced over
-the mesh once, per-sample outputs are put together, clipping and the update run once.
+(`program.passes.fold`): means divide by the whole batch's count, gradients are summed in one accumulator each and
+reduced over the mesh once, per-sample outputs are put together, clipping and the update run once.
 
 Parameters that lie sharded are gathered once, before the loop, and gradients reduced once, behind it. Under a budget
 (the device's memory is one) either happens in every trip, or both, where that is faster than other ways to keep to it.

@@ -44,8 +44,8 @@ def ways(
     `open`: the axes to place beside them; None: all of the mesh that you do not name. `rule`: the operator's, which
     strategies are given that take a third argument, `strategies(call, mesh, rule)`; None: that of colofunc or of an
     installed plugin, so that rules of `plugins=[...]` have to be said. Where one factor has both, the other axes are
-    major. Flops are shared among all axes; communication is yours to add to the cost. Nothing is yielded
-    where a size does not divide, or where the operator has no rule for this call.
+    major. Flops are shared among all axes; communication is yours to add to the cost. Nothing is yielded where a size
+    does not divide, or where the operator has no rule for this call.
     """
     if rule is None:
         rule = build_registry(()).rule(call)

@@ -41,6 +41,7 @@ def _operand(text: str, whole: set[str]) -> Operand:
     dims = []
     for dim in words(text, "the pattern of an operand"):
         group = dim if isinstance(dim, tuple) else (dim,)
+        assert not any(word.many for word in group), f"{text!r}: here every dim has a word of its own"
         factors = tuple(word.text for word in group if word.text != "1")
         whole.update(word.text for word in group if word.whole)
         dims.append(factors)
