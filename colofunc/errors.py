@@ -12,7 +12,14 @@ from collections.abc import Iterable
 
 
 class ColofuncError(Exception):
-    """Base of all errors that colofunc raises on purpose."""
+    """Base of all errors that colofunc raises on purpose.
+
+    `about`: the subject by which plugins give a hint for users of a library (`colofunc_hints`); "" for most errors.
+    """
+
+    def __init__(self, *args: object, about: str = "") -> None:
+        super().__init__(*args)
+        self.about = about
 
 
 class MeshError(ColofuncError, ValueError):

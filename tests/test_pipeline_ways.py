@@ -54,6 +54,8 @@ def compared(chain: Any, budget: int | None, arguments: tuple[Any, ...]) -> tupl
         variant, seconds = ways[other.words]
         if other.peak_bytes and other.cost_s is not None:
             assert other.cost_s == seconds
+        elif other.why == ESTIMATE:
+            assert variant.about is not None and other.cost_s == variant.about[1]
         elif other.cost_s is not None:
             assert other.cost_s == variant.at_least_s() >= low.plan.cost_s
     return low, ways

@@ -319,6 +319,30 @@ def test_eager_operators_go_by_the_rules_of_installed_plugins(tmp_path: Path, mo
     assert (str(split.spec), str(whole.spec)) == ("(dp a) (tp b)", "a b")
 
 
+HINTS = """
+import colofunc as cf
+
+@cf.hookimpl
+def colofunc_hints():
+    here = cf.ext.LibraryHint("values", "Layer(checked=False)", __file__)
+    return {"layers": [here], "transformers": [cf.ext.LibraryHint("values", "of every one", "no such file")]}
+
+def checked(x):
+    return x if x.min() > 0 else -x
+"""
+
+
+def test_errors_have_the_hints_of_libraries_whose_code_was_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "layers.py").write_text(HINTS)
+    with on_path(tmp_path, "layers", "layers", monkeypatch) as layers:
+        with pytest.raises(cf.TraceError) as inside:
+            cf.shard(layers.checked, cf.Mesh()).lower(torch.ones(3))
+        with pytest.raises(cf.TraceError) as outside:
+            cf.shard(lambda x: x if x.min() > 0 else -x, cf.Mesh()).lower(torch.ones(3))
+    assert inside.value.__notes__ == ["layers: Layer(checked=False)"]
+    assert not hasattr(outside.value, "__notes__")
+
+
 ASKING = [tensor("1d", "tp"), tensor("2d", ("dp", "tp")), tensor("auto", "tp"), ring("tp")]
 
 
@@ -343,6 +367,7 @@ def test_every_hook_is_merged() -> None:
     layout, library = formats.AWQ, formats.PEFT
     tables["colofunc_packed_layouts"] = {"mine": layout}
     tables["colofunc_model_libraries"] = {"mine": library}
+    tables["colofunc_hints"] = {"mine": [cf.ext.LibraryHint("experts", "more of them")]}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
     assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
@@ -350,6 +375,7 @@ def test_every_hook_is_merged() -> None:
     assert registry.schedules["mine"] is schedule
     assert registry.packed_layouts["mine"] is layout
     assert registry.model_libraries["mine"] is library
+    assert registry.hints["mine"] == tables["colofunc_hints"]["mine"]
     assert registry.topologies["mine"] is tables["colofunc_topologies"]["mine"]
     assert registry.quantizers["mine"].form == "int8" and "nf4" in registry.quantizers
     assert registry.strategies["colofunc_strategies.mine"] == (len,)

@@ -318,10 +318,17 @@ def mixed(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("step", [mixed, lambda x, w: (x.cumsum(0) + w * w).tanh()])
-def test_an_error_where_roles_are_a_guess_names_what_says_them(step: Any) -> None:
+def test_an_error_where_no_weights_are_known_names_what_says_them(step: Any) -> None:
     with pytest.raises(cf.PlanError) as found:
         cf.shard(step, cf.Mesh(tp=2), tensor("1d", "tp")).lower(torch.randn(8, 8), torch.randn(8, 8))
     assert "model = cf.functional(module)" in found.value.__notes__[0]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+def test_what_nothing_says_is_the_batch_wherever_it_stands(order: tuple[int, ...]) -> None:
+    given = (torch.randn(8, 8), torch.randn(8, 8))
+    found = roles(lambda *args: mixed(args[order[0]], args[order[1]]), *given)
+    assert set(found.values()) == {"batch"}
 
 
 def test_an_error_where_roles_are_known_does_not_name_it() -> None:

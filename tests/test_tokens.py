@@ -69,7 +69,7 @@ def test_scores_that_are_written_out() -> None:
 def test_no_attention_at_all() -> None:
     program = program_of(lambda state, batch: (state, (batch * state["w"]).sum()), torch.randn(2, 6))
     for written in (False, True):
-        with pytest.raises(cf.PlanError, match=r"^mine finds no attention in this step; .*attn_implementation='sdpa'$"):
+        with pytest.raises(cf.PlanError, match=r"^mine finds no attention in this step; it knows .*scaled_dot_product_attention$"):
             cf.ext.tokens.attention(program, "mine", written, instead="take another")
 
 

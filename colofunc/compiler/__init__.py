@@ -8,6 +8,7 @@
                                     what can be asked of a lowered step, and looking into one that runs
     the flow
       prepare                       trace, plan, lower: on one page
+      hints                         below an error, what users of a library can write
       planning, user_constraints, input_places, machine, memory_limits, terms
                                     what a plan is made by: wishes, where inputs lie, the machine, its memory
       decisions, sharder            the planner asked for one sharding, or for several

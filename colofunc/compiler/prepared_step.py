@@ -141,10 +141,10 @@ class PreparedStep:
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """Per leaf, the role that it carries to other steps; "" where it is a guess, or lasts for this step only."""
+        """Per leaf, the role that it carries to other steps; "" where it lasts for this step only."""
         traced = self.low.traced
         found = [traced.program.values[id].role for id in traced.program.inputs[: len(traced.names)]]
-        return tuple(role if role in LASTING and not traced.guessed else "" for role in found)
+        return tuple(role if role in LASTING else "" for role in found)
 
     @cached_property
     def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:

@@ -74,9 +74,9 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
         yield from _walk(items[key], child, path, at)
 
 
-GUESSED = (
-    "nothing in the step says which argument has the weights (no gradient, no product of a known form), so the first "
-    "was taken for them. Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), "
+NO_WEIGHTS = (
+    "nothing in the step says which argument has the weights (no gradient, no product of a known form), so all count "
+    "as the batch. Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), "
     "which says it"
 )
 
@@ -104,8 +104,8 @@ def constraints_of_user(
         try:
             mine = wishes_of(part, program, name, mesh, rules)
         except PlanError as error:
-            if traced.guessed:
-                error.add_note(GUESSED)
+            if traced.knows_no_weights:
+                error.add_note(NO_WEIGHTS)
             raise
         wishes += mine
         speaking = PlanOfAxis(name, bool(getattr(part, "splits_products", False)))

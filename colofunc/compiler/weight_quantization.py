@@ -33,7 +33,7 @@ from colofunc.mesh.sizes import size_text
 from colofunc.ops import fp8, fp8_products, int8_products
 from colofunc.ops.canonical import autocast
 from colofunc.ops.measured import same_weight
-from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
+from colofunc.ops.quantized import DEQUANTIZE, FORMATS, PACKED_READERS, Quantized
 from colofunc.ops.quantized_frozen import opened_weight, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer
@@ -43,7 +43,7 @@ from colofunc.planner.schemes import SchemeChoice
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.packed_gathers import gathered_packed
-from colofunc.program.passes.packed_reads import CAST, PRODUCTS, packed_inputs, read_packed
+from colofunc.program.passes.packed_reads import CAST, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark_role
 from colofunc.program.tracing.tree import map_named
@@ -56,7 +56,7 @@ PARTS_BESIDE = ("scale", "zero", "outer", "input_scale")
 
 FORMAT_OF = {
     **DEQUANTIZE,
-    **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()},
+    **{reader: name for readers in PACKED_READERS.values() for name, reader in readers.items()},
     int8_products.PRODUCT: "int8",
 }
 """Operator that reads a quantized weight -> its format; its parts are operands one after the other."""

@@ -32,6 +32,7 @@ from colofunc.planner.wishes.product_pairs import product_pairs
 from colofunc.planner.wishes.propagation import Rules, follow
 from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.plugins import hookimpl, operator
+from colofunc.plugins.hints import LibraryHint
 from colofunc.plugins.registry import schedule_named
 from colofunc.program.actions import Action, ActionTable, check_table, linear_order
 from colofunc.program.check import check_program
@@ -60,6 +61,7 @@ __all__ = [
     "InputTiers",
     "Kernel",
     "Layout",
+    "LibraryHint",
     "Loop",
     "MemoryPolicy",
     "NamedPlan",

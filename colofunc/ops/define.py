@@ -67,6 +67,8 @@ class Operator:
     narrow_on_device: bool = False
     product: bool = False
     backward_products: tuple[str, ...] = ()
+    as_product: str = ""
+    weights: tuple[int, ...] = ()
     rows: str = ""
     # `op` for who calls it for small tensors, arguments by position
     bare: Callable[..., Any] = attrs.field(init=False, repr=False)
@@ -101,6 +103,8 @@ def define(
     narrow_on_device: bool = False,
     product: bool = False,
     backward_products: tuple[str, ...] = (),
+    as_product: str = "",
+    weights: tuple[int, ...] = (),
     rows: str = "",
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
@@ -124,6 +128,10 @@ def define(
     `product`: most of its work is multiplying matrices, so that its results are dear to make again.
     `backward_products`: of a product that a step writes, the names of those that its gradients are made by, where these are
     products of ours.
+
+    `as_product`: how it reads as the product of a linear layer of rows b, inputs i and outputs o: "b i, o i, o -> b o".
+
+    `weights`: positions, among the tensors that it is given, of those that are weights.
 
     `rows`: "read", few rows of its first operand; "written", few rows of its result, which are given to it.
 
@@ -162,6 +170,8 @@ def define(
         narrow_on_device,
         product,
         backward_products,
+        as_product,
+        weights,
         rows,
     )
     OPERATORS[operator.name] = operator

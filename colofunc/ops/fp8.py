@@ -190,7 +190,7 @@ scaled_linear_dw = define(
 scaled_linear = define(
     "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
     _linear, _linear_fake, own_memory=True, product=True,
-    backward_products=(scaled_linear_dx.name, scaled_linear_dw.name, "colofunc.fp8_linear_dx"),
+    backward_products=(scaled_linear_dx.name, scaled_linear_dw.name, "colofunc.fp8_linear_dx"), weights=(1, 4),
 )  # fmt: skip
 
 

@@ -142,5 +142,5 @@ rms_norm_dw = define(
 )  # fmt: skip
 rms_norm = define(
     "rms_norm(Tensor x, int[] shape, Tensor? w, float eps) -> (Tensor, Tensor)", _rms_norm, _rms_norm_fake, (_save, _gradient),
-    for_compilers=_in_operators, own_memory=True,
+    for_compilers=_in_operators, own_memory=True, weights=(1,),
 )  # fmt: skip

@@ -390,7 +390,12 @@ def _operators(form: Format) -> Operators:
 
 
 OPERATORS: Mapping[str, Operators] = {name: _operators(form) for name, form in FORMATS.items()}
-PRODUCTS = frozenset(f"colofunc.{name}_linear" for name in FORMATS)
+PRODUCTS = frozenset(operators.linear.name for operators in OPERATORS.values())
+PACKED_READERS: Mapping[str, Mapping[str, str]] = {
+    "colofunc.linear": {name: operators.linear.name for name, operators in OPERATORS.items()},
+    "colofunc.linear_dx": {name: operators.linear_dx.name for name, operators in OPERATORS.items()},
+}
+"""Product -> format -> the operator in its place, which reads the second operand packed."""
 DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in FORMATS}
 """Operator that gives a weight -> its format."""
 

@@ -29,12 +29,13 @@ operators can do and where a layout goes. `cf.ext.reading`, `cf.ext.products`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pluggy
 
 from colofunc.ops.kernels import Kernel
+from colofunc.plugins.hints import LibraryHint
 from colofunc.program.pipeline_schedule import Schedule
 
 hookspec = pluggy.HookspecMarker("colofunc")
@@ -183,6 +184,18 @@ def colofunc_model_libraries() -> Mapping[str, Any]:
 
 
 @hookspec
+def colofunc_hints() -> Mapping[str, Sequence[LibraryHint]]:
+    """Library name -> `cf.ext.LibraryHint` records: what users of a library can write where a step cannot go on.
+
+    Errors say what they are about, and hints are for the errors of one subject: "experts" (a step has none that are
+    known), "attention" (likewise), "tokens" (as many as do not divide), "values" (Python asks for values that a step
+    does not have), "checkpoint" (torch's reentrant one). Hints with a `file`, the end of a path, hold only where code
+    of that file was running. They stand below the error, as notes.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def colofunc_topologies() -> Mapping[str, Any]:
     """Topology name -> `cf.Topology`, for `cf.Mesh(topology=cf.topology(name))`."""
     raise NotImplementedError
@@ -191,5 +204,5 @@ def colofunc_topologies() -> Mapping[str, Any]:
 HOOKS = (
     "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies colofunc_schedules colofunc_kernels "
     "colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts colofunc_model_libraries "
-    "colofunc_topologies"
+    "colofunc_hints colofunc_topologies"
 ).split()

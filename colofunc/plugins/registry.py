@@ -22,6 +22,7 @@ from colofunc.ops.kernels import Kernel, Table, table_of
 from colofunc.ops.quantizers import BUILT_IN, Quantizer
 from colofunc.plugins import hookspecs
 from colofunc.plugins import kernels as own_kernels
+from colofunc.plugins.hints import LibraryHint
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
@@ -30,6 +31,8 @@ ENTRY_POINTS = "colofunc"
 FORMATS = "colofunc.integrations.formats"
 """The plugin of this project that knows other libraries' files. It is named, as an entry point names one, because it
 lies above this layer, and only what reads and writes such files has it loaded."""
+HINTS = "colofunc.integrations.hints"
+"""The one that knows what users of other libraries can write, loaded where an error asks for it."""
 
 StrategyFn = Callable[..., Any]
 """(call, mesh), and the rule of the call where it takes an argument of the name `rule`."""
@@ -54,6 +57,7 @@ class Registry:
     quantizers: Mapping[str, Quantizer]
     packed_layouts: Mapping[str, Any]
     model_libraries: Mapping[str, Any]
+    hints: Mapping[str, Sequence[LibraryHint]]
     topologies: Mapping[str, Any]
     plugins: tuple[str, ...] = ()
 
@@ -140,6 +144,11 @@ def formats_registry() -> Registry:
     return build_registry((import_module(FORMATS),))
 
 
+def hints_registry() -> Registry:
+    """With the hints that this project has for users of other libraries, and those of installed plugins."""
+    return build_registry((import_module(HINTS),))
+
+
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
     """The plans that are plugins themselves: with hooks as methods, for what only their own axes need."""
     found: dict[Any, None] = {}
@@ -196,7 +205,7 @@ def _check_names(manager: pluggy.PluginManager) -> None:
 
 
 def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
-    """One table from all plugins; clashes name both plugins. Strategies of one operator add up."""
+    """One table from all plugins; clashes name both plugins. Strategies of an operator and hints of a library add up."""
     merged: dict[Any, Any] = {}
     owner: dict[Any, str] = {}
     if hook == "colofunc_rules":
@@ -218,6 +227,9 @@ def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
             _check_entry(hook, who, key, value)
             if hook == "colofunc_strategies":
                 merged.setdefault(key, []).append(value)
+                continue
+            if hook == "colofunc_hints":
+                merged.setdefault(key, []).extend(value)
                 continue
             if key in owner:
                 raise PluginError(
@@ -277,11 +289,19 @@ def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
         raise PluginError(f"{hook} of plugin {who!r} has key {key!r}; see the hook's documentation for its form")
     if hook in _CALLABLE and not callable(value):
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")
+    if hook == "colofunc_hints" and not _are_hints(value):
+        raise PluginError(
+            f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a list of cf.ext.LibraryHint records"
+        )
     if hook in _RECORDS:
         record, wanted = _RECORDS[hook]
         is_constructor = hook in _CONSTRUCTORS_TOO and callable(value)
         if not is_constructor and not _is_a(value, record):
             raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give {wanted}")
+
+
+def _are_hints(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(one, LibraryHint) for one in value)
 
 
 def _is_a(value: Any, record: str) -> bool:

@@ -41,6 +41,22 @@ PRODUCTS = frozenset(
     aten._int_mm aten.convolution aten.convolution_backward aten._scaled_dot_product_flash_attention_for_cpu
     aten._scaled_dot_product_flash_attention_for_cpu_backward""".split()
 )
+# How those of matrices read as the product of a linear layer of rows b, inputs i and outputs o.
+AS_PRODUCTS = {
+    "aten.addmm.default": ("o, b i, i o -> b o",),
+    "aten.mm.default": ("b i, i o -> b o", "b o, o i -> b i", "i b, b o -> i o", "o b, b i -> o i"),
+}
+# Those of matrices, alone or as many as a batch has -> the position of the second factor among their tensors.
+SECOND_FACTORS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.bmm.default": 1, "aten.baddbmm.default": 2}
+BATCHED_PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
+# Operators of torch with weights -> the positions of these among their tensors.
+WEIGHTS = {
+    "aten.embedding.default": (0,),
+    "aten.convolution.default": (1, 2),
+    "aten.native_layer_norm.default": (1, 2),
+    "aten.native_group_norm.default": (1, 2),
+    "aten._fused_rms_norm.default": (1,),
+}
 # Operators of torch that read, and that write, few rows of a table.
 READ_ROWS = frozenset(("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"))
 WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
@@ -69,6 +85,28 @@ def backward_of(target: str) -> tuple[str, ...]:
     operator = OPERATORS.get(target)
     named = () if operator is None else operator.backward_products
     return named or ("aten.mm.default",)
+
+
+def as_products(target: str) -> tuple[str, ...]:
+    """How an operator reads as the product of a linear layer, "b i, o i, o -> b o": torch's in several ways; () for what is
+    none.
+    """
+    operator = OPERATORS.get(target)
+    if operator is None:
+        return AS_PRODUCTS.get(target, ())
+    return (operator.as_product,) if operator.as_product else ()
+
+
+def matrix_products() -> tuple[str, ...]:
+    """The operators that read as the product of a linear layer."""
+    ours = [name for name, operator in OPERATORS.items() if operator.as_product]
+    return (*AS_PRODUCTS, *ours)
+
+
+def weight_operands(target: str) -> tuple[int, ...]:
+    """The positions, among the tensors that an operator is given, of those that are weights."""
+    operator = OPERATORS.get(target)
+    return WEIGHTS.get(target, ()) if operator is None else operator.weights
 
 
 def reads_rows(target: str) -> bool:

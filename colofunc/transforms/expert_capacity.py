@@ -47,8 +47,8 @@ def _wrapped(factor: float, build: Build) -> Build:
             out = fn(*args)
         if not capacity.layers:
             raise PlanError(
-                f"cf.expert_capacity({factor}) finds no experts in this step. transformers models need "
-                'experts_implementation="grouped_mm" (or "batched_mm"); your own call cf.moe.experts'
+                f"cf.expert_capacity({factor}) finds no experts in this step. Try: cf.moe.experts in the model",
+                about="experts",
             )
         return out
 

@@ -95,9 +95,8 @@ class Experts:
         layers = [node for node in program.nodes if node.target == FORWARD]
         if not layers:
             raise cf.PlanError(
-                f"{self.name} finds no experts in this step. transformers models need "
-                'experts_implementation="grouped_mm" (or '
-                f'"batched_mm"); your own call cf.moe.experts{_seen(program)}'
+                f"{self.name} finds no experts in this step. Try: cf.moe.experts in the model{_seen(program)}",
+                about="experts",
             )
         for node in layers:
             count = program.values[node.refs[3]].shape[0]

@@ -41,7 +41,7 @@ class Gridded:
 
     @cf.hookimpl
     def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
-        return dict.fromkeys(products.FORMS, self.strategies)
+        return dict.fromkeys(products.matrix_products(), self.strategies)
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """Of one call, on all grids that the plan uses."""
@@ -121,7 +121,7 @@ class Gridded:
         # as narrow as there are experts: by cost
         apart = cf.ext.reading.routers(program, {product.index for product in every})
         for product in every:
-            if program.nodes[product.index].target not in products.FORMS or product.index in apart:
+            if program.nodes[product.index].target not in products.matrix_products() or product.index in apart:
                 continue
             grid = grids[-1] if product in pairs.rows else grids[0]
             inputs, outputs = products.parts(mesh, grid.lies, "i"), products.parts(mesh, grid.lies, "o")
@@ -163,7 +163,7 @@ class Auto:
 
     @cf.hookimpl
     def colofunc_strategies(self) -> Mapping[str, Callable[..., Any]]:
-        return dict.fromkeys(products.FORMS, self.strategies) if len(self.axes) == 2 else {}
+        return dict.fromkeys(products.matrix_products(), self.strategies) if len(self.axes) == 2 else {}
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         for grid in self.grids(mesh):
@@ -188,7 +188,7 @@ class Auto:
             if not all(by_axis):
                 continue
             ways: list[Words] = [*combine(*by_axis)]
-            if node.target in products.FORMS:
+            if node.target in products.matrix_products():
                 ways += patterns
             wants = []
             for way in ways:

@@ -17,17 +17,9 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.factor_strategies import ways
+from colofunc.program.facts import AS_PRODUCTS, as_products
 from colofunc.spec.layout import Layout, make_layout
 from colofunc.spec.rule import Call, Strategy
-
-FORMS = {
-    "colofunc.linear": ("b i, o i, o -> b o",),
-    "colofunc.linear_dx": ("b o, o i -> b i",),
-    "colofunc.linear_dw": ("b o, b i -> o i",),
-    "aten.addmm.default": ("o, b i, i o -> b o",),
-    "aten.mm.default": ("b i, i o -> b o", "b o, o i -> b i", "i b, b o -> i o", "o b, b i -> o i"),
-}
-"""Operator -> how it can be read as a product."""
 
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 """Text of a matrix -> which one it is."""
@@ -120,19 +112,19 @@ def forms(call: Call) -> Iterator[Form]:
     if call.kwargs or given != len(call.ins) or None in types:
         return  # addmm with alpha or beta
     shapes = [type_.shape for type_ in types if type_ is not None]
-    for text in FORMS.get(call.target, ()):
+    for text in as_products(call.target):
         left, out = (side.strip() for side in text.split("->"))
         ins = tuple(word.strip() for word in left.split(","))[: len(call.ins)]
         matrices = list(zip((*ins, out), shapes, strict=True))
         if not all(_has_dims(word, shape) for word, shape in matrices):
             continue
         width = next(shape[word.split().index("i") - 2] for word, shape in matrices if "i" in word)
-        if call.target.startswith("colofunc."):
+        if call.target not in AS_PRODUCTS:
             most_dims = max(len(shape) for shape in shapes)
             batch = frozenset(f"b{number}" for number in range(most_dims - 1))
             yield Form(ins, out, {"b": "b0", "i": "i", "o": "o"}, batch, width)
             continue
-        # The rule of a plain matrix product is `m k, k n -> m n`.
+        # The rule of torch's products is `m k, k n -> m n`.
         first, second = out.split()
         summed = next(factor for factor in "bio" if factor not in (first, second))
         factors = {first: "m", second: "n", summed: "k"}

@@ -25,6 +25,7 @@ from colofunc.ops.fp8 import MAXIMUM
 from colofunc.ops.int8_products import SIZE
 from colofunc.planner.wishes.products import Product, root, tables, weighted
 from colofunc.planner.wishes.propagation import Rules
+from colofunc.program.facts import BATCHED_PRODUCTS
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout
 
@@ -36,7 +37,7 @@ OPENED = ("softmax", "rounded_rows")
 """Operators over whole rows that columns may pass split, for a few bytes a row."""
 MAXIMA = (MAXIMUM, SIZE)
 """Maxima for a cast, which say nothing of the flow."""
-SUMS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
+SUMS = ("aten.mm.default", *BATCHED_PRODUCTS)
 """Products of activations."""
 SCALED = ("aten.mul.", "aten.div.", "aten.view.", "aten._unsafe_view.", "aten._to_copy.")
 """What may stand between an adapter and the sum."""

@@ -34,16 +34,16 @@ from colofunc.mesh import Mesh
 from colofunc.ops import fp8, fp8_products, int8_products, quantized, saved_activations
 from colofunc.ops.targets import keeps_order
 from colofunc.planner.sharding.classes import starred
-from colofunc.planner.wishes.product_forms import FORMS, Form, Words, dim, forms, parts, split_words, strategies
+from colofunc.planner.wishes.product_forms import Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
-from colofunc.program.facts import backward_of
+from colofunc.program.facts import backward_of, matrix_products
 from colofunc.program.ir import Node, Program
 from colofunc.spec.rule import Factors, Rule
 
 __all__ = [
-    "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "tables", "weighted", "why_whole",
-    "wishes", "work", "worthwhile",
+    "Form", "Product", "dim", "forms", "gradients", "leaf_of", "matrix_products", "parts", "share", "strategies", "tables",
+    "weighted", "why_whole", "wishes", "work", "worthwhile",
 ]  # fmt: skip
 
 WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT, fp8_products.PRODUCT}

@@ -34,6 +34,7 @@ from colofunc.ops.targets import keeps_order
 from colofunc.planner.wishes.products import leaf_of
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
+from colofunc.program.facts import BATCHED_PRODUCTS
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 
@@ -143,9 +144,6 @@ def origins(program: Program, rules: Rules, wanted: Mapping[int, Layout]) -> dic
     return found
 
 
-PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
-
-
 def written_attention(program: Program) -> Iterator[Node]:
     """Attention that is written out: softmaxes over the last dim of scores (..., s, t), which a product of two
     activations gives, scaled, capped, masked as they may be."""
@@ -167,7 +165,7 @@ def score_products(program: Program, made: Mapping[int, Node], id: int) -> Itera
     while todo:
         node = made.get(id := todo.pop())
         if node is not None and id not in seen:
-            if node.target in PRODUCTS:
+            if node.target in BATCHED_PRODUCTS:
                 yield node
             else:
                 todo += [r for r in node.refs if _keeps_rows(node, program.values[r].shape, program.values[id].shape)]

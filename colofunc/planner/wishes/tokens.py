@@ -23,8 +23,9 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.products import root
 from colofunc.planner.wishes.propagation import Rules
-from colofunc.planner.wishes.reading import PRODUCTS, origins, score_products, written_attention
+from colofunc.planner.wishes.reading import origins, score_products, written_attention
 from colofunc.planner.wishes.wish import Wish
+from colofunc.program.facts import BATCHED_PRODUCTS
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
 from colofunc.spec.layout import Layout
@@ -77,7 +78,7 @@ def _reading(program: Program, softmax: Node) -> Iterator[Node]:
         for node in (program.nodes[index] for index in program.readers.get(id, ())):
             if node.phase != "forward":
                 continue
-            if node.target not in PRODUCTS:
+            if node.target not in BATCHED_PRODUCTS:
                 todo += node.results
             elif node.refs[-2] == id:
                 yield node
@@ -107,7 +108,7 @@ def layouts_exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name
             for node in nodes:
                 roles.setdefault(root(made, node.refs[place]), []).append((role, each))
     for node in program.nodes:
-        if node.phase == "backward" and node.target in PRODUCTS:
+        if node.phase == "backward" and node.target in BATCHED_PRODUCTS:
             found |= _backward(program, mesh, axis, tokens, node, roles, name)
     return found
 
@@ -175,10 +176,9 @@ def attention(program: Program, name: str, written: bool = False, instead: str =
     if not nodes and not (written and scores):
         line = f" (it is written out at {scores[0].line})" if scores else ""
         raise PlanError(
-            f"{name} finds no attention in this step{line}; it knows torch's scaled_dot_product_attention, which "
-            "transformers "
-            "calls with attn_implementation='sdpa'"
-            + (f"; where a model has none, {instead}" if scores and instead else "")
+            f"{name} finds no attention in this step{line}; it knows torch's scaled_dot_product_attention"
+            + (f"; where a model has none, {instead}" if scores and instead else ""),
+            about="attention",
         )
     return [AttentionCall(call_of(node, program.values)[0]) for node in nodes]
 
@@ -205,7 +205,7 @@ def wishes(
     given = {leaf.shape[1] for leaf in leaves}
     _check(lengths, given, prod(mesh.axis_size(axis) for axis in mesh.atoms(axes)), name)
     how: dict[str, Any] = dict(
-        source=name, along=True, across=AttentionCall.TARGETS, gathers=PRODUCTS if written and not heads else ()
+        source=name, along=True, across=AttentionCall.TARGETS, gathers=BATCHED_PRODUCTS if written and not heads else ()
     )
     found = [Wish(leaf.name, f"_ {tokens} ...", axes, ("batch",), **how) for leaf in leaves]
     wanted = {id: Spec(f"... {tokens} _").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
@@ -221,11 +221,11 @@ def _nodes(program: Program) -> list[Node]:
 
 def _check(lengths: Collection[int], given: Collection[int], ranks: int, name: str) -> None:
     for size in (size for size in sorted(lengths) if size % ranks):
-        way = f"take a multiple (cf.pad with multiple={ranks} makes one), or fewer ranks"
+        about, way = "", f"take a multiple (cf.pad with multiple={ranks} makes one), or fewer ranks"
         if size not in given:
+            about = "tokens"
             way = (
                 "they arise inside the model, where nothing can be padded: take inputs of another size, leave out a "
-                "class token "
-                "(timm: class_token=False, global_pool='avg'), or split heads instead (tensor parallelism)"
+                "class token, or split heads instead (tensor parallelism)"
             )
-        raise PlanError(f"{name}: {size} tokens do not divide over {ranks} ranks; {way}")
+        raise PlanError(f"{name}: {size} tokens do not divide over {ranks} ranks; {way}", about=about)

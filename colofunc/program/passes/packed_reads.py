@@ -19,13 +19,12 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.ops.quantized import DEQUANTIZE
+from colofunc.ops.linear import linear
+from colofunc.ops.quantized import DEQUANTIZE, PACKED_READERS
 from colofunc.ops.targets import RESHAPES
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, map_refs
 
-PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
-"""Products whose second operand may be a quantized weight -> the operator of its format in their place."""
 CAST = "aten._to_copy.default"
 VIEW = "aten.view.default"
 TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.permute.default"))
@@ -54,7 +53,7 @@ def read_packed(program: Program) -> Program:
         elif first in chains and goes_on(program, node):
             chains[node.results[0]] = (*chains[first], node)
         elif (
-            node.target in PRODUCTS
+            node.target in PACKED_READERS
             and node.refs[1] in chains
             and node.refs[0] not in chains
             and _is_matrix(chains[node.refs[1]])
@@ -95,12 +94,12 @@ def _is_matrix_or_divided(program: Program, chain: Chain) -> bool:
 
 def _product(product: Node, source: Node) -> Node:
     """A product with the parts of a weight in the weight's place."""
-    form, kind = DEQUANTIZE[source.target], PRODUCTS[product.target]
+    target = PACKED_READERS[product.target][DEQUANTIZE[source.target]]
     parts = source.args[:-1]
     rest: tuple[Any, ...] = ()
-    if kind == "linear":
+    if product.target == linear.name:
         rest = (product.args[2] if len(product.args) > 2 else dict(product.kwargs).get("b"),)
-    return attrs.evolve(product, target=f"colofunc.{form}_{kind}", args=(product.args[0], *parts, *rest), kwargs=())
+    return attrs.evolve(product, target=target, args=(product.args[0], *parts, *rest), kwargs=())
 
 
 def _lookup(edit: Editor, lookup: Node, chain: Chain) -> list[Node]:

@@ -11,8 +11,8 @@ have weights.
     functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
     F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
 
-Neither the position of an argument nor a word in a path decides, but for one thing that nothing else says: of several
-arguments that are never marked, differentiated or read as weights and carry no role, the first is the state.
+Neither the position of an argument nor a word in a path decides. Arguments that are never marked, differentiated or
+read as weights and carry no role are the batch, all of them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,10 @@ import torch
 
 from colofunc import compat
 from colofunc.ops.fp8 import carried
+from colofunc.program.facts import SECOND_FACTORS, weight_operands
 from colofunc.program.ir import Node, Value
 from colofunc.program.tracing.meta import active_stacks
 from colofunc.program.tracing.tree import Tree
-
-WEIGHTS = {
-    "colofunc.linear": (1, 2),
-    "colofunc.scaled_linear": (1, 4),
-    "aten.embedding.default": (0,),
-    "colofunc.embedding_bag": (0,),
-    "aten.convolution.default": (1, 2),
-    "aten.native_layer_norm.default": (1, 2),
-    "aten.native_group_norm.default": (1, 2),
-    "aten._fused_rms_norm.default": (1,),
-    "colofunc.rms_norm": (1,),
-}
-"""Operator -> which of its tensor operands are weights."""
-PRODUCTS = {"aten.mm.default": 1, "aten.bmm.default": 1, "aten.addmm.default": 2}
-"""Matrix product -> its second operand, before which the first stands: rows @ weight, as far as rows and weight can be
-told apart."""
 
 
 def mark_role(role: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -104,8 +89,6 @@ class Observed:
         params = self._params(said | self._untouched(carried))
         weights = said | params | operands | carried.keys()
         holds = self._holds(weights)
-        if not any(holds) and len(self.arguments) > 1:
-            holds[0] = True
         found: dict[str, str] = {}
         for argument, has_weights in zip(self.arguments, holds, strict=True):
             # An argument without weights beside one that has them is the batch; alone, it is all that there is.
@@ -115,8 +98,8 @@ class Observed:
         found |= dict.fromkeys(operands - said, "param")
         return {**found, **carried, **returned, **dict.fromkeys(params, "param"), **self.marks}
 
-    def is_guess(self) -> bool:
-        """Whether nothing says which of several arguments has the weights, so that the first is taken."""
+    def knows_no_weights(self) -> bool:
+        """Whether nothing says which of several arguments has the weights."""
         if self.carried:
             return False
         trained = {*self.marks, *self._outermost()}
@@ -208,7 +191,7 @@ class Observed:
 
         found: set[str] = set()
         for node in self.nodes:
-            for place in WEIGHTS.get(node.target, ()):
+            for place in weight_operands(node.target):
                 if place < len(node.refs):
                     found.add(leaf_behind(node.refs[place]))
         found |= self._second_factors(leaf_behind)
@@ -222,9 +205,10 @@ class Observed:
         first: set[str] = set()
         second: set[str] = set()
         for node in self.nodes:
-            place = PRODUCTS.get(node.target)
+            place = SECOND_FACTORS.get(node.target)
             if place is None:
                 continue
+            # As far as rows and weight can be told apart, the first factor are rows and the second is a weight.
             rows, matrix = node.refs[place - 1], leaf_behind(node.refs[place])
             first.add(leaf_behind(rows))
             # Within one argument nothing is told apart: x @ x.T, queries @ keys, two factors of a weight.

@@ -50,7 +50,7 @@ class Traced:
     those leaves in order, then the seed where `uses_seed`, then the constants.
     `captured`: value id -> the tensor that the function took from outside, as it stands there.
     `modules`, `models`: those that the function has called, and whose modes and frozen weights are part of the program.
-    `guessed`: nothing said which of the arguments has the weights (see `roles`).
+    `knows_no_weights`: nothing said which of several arguments has the weights (see `roles`).
     """
 
     program: Program
@@ -62,7 +62,7 @@ class Traced:
     captured: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
     modules: tuple[torch.nn.Module, ...] = attrs.field(default=(), eq=False, repr=False)
     models: tuple[HasFrozen, ...] = attrs.field(default=(), eq=False, repr=False)
-    guessed: bool = False
+    knows_no_weights: bool = False
 
     def pack(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The tensor leaves of a call, in the order of the program's inputs. Raises InputError for another tree."""
@@ -106,12 +106,12 @@ def trace(
         role = "" if role_of is None else role_of(leaf)
         if role:
             carried[name] = role
-    values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried)
+    values, knows_no_weights = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
     return Traced(
-        program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, guessed
+        program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, knows_no_weights
     )
 
 
@@ -274,7 +274,7 @@ def _with_roles(
     differentiated: Mapping[str, int],
     carried: Mapping[str, str],
 ) -> tuple[dict[int, Value], bool]:
-    """Values with the roles of the inputs, and whether these are a guess."""
+    """Values with the roles of the inputs, and whether nothing says where the weights are."""
     values = dict(rec.values)
     ids = {name: vid for vid, name in enumerate(tree.names())}
     arguments = tree.children
@@ -285,7 +285,7 @@ def _with_roles(
     observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again, carried)
     for name, role in observed.roles().items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
-    return values, observed.is_guess()
+    return values, observed.knows_no_weights()
 
 
 def _assemble(
@@ -319,6 +319,7 @@ SCRIPT = "The following operation failed in the TorchScript interpreter"
 SCRIPT_ADVICE = (
     "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
 )
+REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 # Part of the message -> what is true; {} is the user's line.
 WORDS = {
     "You must implement the jvp function for custom autograd.Function": (
@@ -334,10 +335,9 @@ WORDS = {
         "a nested tensor is made at {}; its sizes are values that one program cannot know. Try: rows padded to one "
         "length with a mask, or packed to one length, with attention masked by the number of the sequence"
     ),
-    "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()": (
+    REENTRANT: (
         "the gradient at {} goes through torch.utils.checkpoint(use_reentrant=True), which calls for .backward(). Try: "
-        "use_reentrant=False (transformers: "
-        "gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
+        "use_reentrant=False"
     ),
     "_apply(): Couldn't swap": (
         "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change "
@@ -345,6 +345,9 @@ WORDS = {
         "step (cf.functional)"
     ),
 }
+
+ABOUT = {REENTRANT: "checkpoint"}
+"""Errors of torch for which a library may have a hint -> what they are about."""
 
 
 def in_words(error: Exception, operator: Exception | None) -> Exception | None:
@@ -360,5 +363,5 @@ def in_words(error: Exception, operator: Exception | None) -> Exception | None:
         return operator
     for part, words in WORDS.items():
         if part in text:
-            return TraceError(words.format(raised_line(error)))
+            return TraceError(words.format(raised_line(error)), about=ABOUT.get(part, ""))
     return None

@@ -22,8 +22,6 @@ from colofunc.program.tracing.meta import inside_distributions, inside_file, use
 from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
 
 aten = torch.ops.aten
-# Where transformers chooses how experts are computed; a loop that it leads to is its "eager" implementation.
-EXPERTS_LOOP = os.path.join("transformers", "integrations", "moe.py")
 # Where torch.distributions looks at the values of its arguments, to see that they are valid.
 CHECKS = os.path.join("torch", "distributions", "distribution.py")
 FUNCTIONAL = os.path.join("torch", "nn", "functional.py")
@@ -97,7 +95,7 @@ def _outside_its_range(rec: Recorder, vid: int) -> bool | None:
     """What a comparison of a uniform number with one outside of [0, 1) gives, whatever is drawn; None for everything
     else.
 
-    Transformers ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`,
+    Models ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`,
     with 0.
     """
     compared = rec.producer.get(vid)
@@ -131,16 +129,11 @@ def data_dependent(what: str) -> TraceError:
             "it is traced. Try: validate_args=False if it looks whether they are valid, or the formula written with "
             "torch.where"
         )
-    if inside_file(EXPERTS_LOOP):
-        return TraceError(
-            f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}: these experts "
-            "run in a Python loop over those that have tokens. Load or configure the model with "
-            'experts_implementation="grouped_mm" (or "batched_mm")'
-        )
     return TraceError(
         f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. Choose with "
         "torch.where, return the tensor from the step, or make the argument a static one (int, bool or str); to see "
-        'it, cf.debug.print("{}", x)'
+        'it, cf.debug.print("{}", x)',
+        about="values",
     )
 
 
