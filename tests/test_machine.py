@@ -132,8 +132,9 @@ def test_the_mesh_that_is_proposed_can_be_made(axes: dict[str, int]) -> None:
     step = cf.shard(grow, cf.Mesh(**axes))
     with pytest.warns(UserWarning, match="names no topology") as found:
         step.lower(cf.abstract((1 << 16, 1 << 16)), cf.abstract((64, 1 << 16)))
-    said = next(str(w.message) for w in found if "names no topology" in str(w.message))
-    proposed = said.split("Try: ")[1].split(", or the file")[0]
+    warned = next(w for w in found if "names no topology" in str(w.message))
+    assert warned.filename == __file__, "the line that is named is the user's"
+    proposed = str(warned.message).split("Try: ")[1].split(", or the file")[0]
     assert eval(proposed, {"cf": cf}) == cf.Mesh(**axes, topology="8xa100-80g")
 
 

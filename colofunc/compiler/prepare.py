@@ -19,7 +19,6 @@ import torch
 
 from colofunc import env, progress
 from colofunc.compiler.decisions import Decisions
-from colofunc.compiler.hints import hinted
 from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
@@ -63,7 +62,6 @@ SLOW_S = 2.0
 """Where tracing and planning take longer, a line says so."""
 
 
-@hinted()
 def prepare(
     staged: Staged,
     args: tuple[Any, ...],

@@ -22,6 +22,7 @@ from colofunc import env
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
 from colofunc.compiler.guard import CallLeaves, Guard
+from colofunc.compiler.hints import hinted
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.prepare import prepare
 from colofunc.compiler.prepared_step import PreparedStep, lies_as_planned
@@ -238,7 +239,7 @@ class StepCompiler:
             watch = watch_of(staged.mesh, staged.executor)
             before = [other.low for alike in self._ready.values() for other in alike]
             earlier = _used_by(before)
-            with fewer_collections():
+            with fewer_collections(), hinted():
                 low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
