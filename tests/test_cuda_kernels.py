@@ -274,7 +274,10 @@ def assert_triton(name: str) -> None:
     for code in codes:
         call = code[code.index("def call") :] if "def call" in code else code
         assert not re.findall(r"cpp_fused\w*|empty_strided_cpu\w*|torch\.ops\.colofunc\.\w+", call)
-        assert not re.findall(r"\.item\(\)|\.cpu\(\)|_local_scalar_dense", call)
+        assert not re.findall(r"\.cpu\(\)|_local_scalar_dense", call)
+        # Numbers that differ from layer to layer (`define(number=)`) lie on the host, and are read there.
+        on_host = re.findall(r"(\w+) = rand_strided\(\(\), \(\), device='cpu', dtype=torch.int64\)", code)
+        assert set(re.findall(r"(\w+)\.item\(\)", call)) <= set(on_host)
         others = set(re.findall(r"torch\.ops\.(aten\.\w+\.\w+)", call))
         assert all(runs_on_a_card(overload(target)) for target in others)
 

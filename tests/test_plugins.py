@@ -343,6 +343,13 @@ def test_errors_have_the_hints_of_libraries_whose_code_was_running(tmp_path: Pat
     assert not hasattr(outside.value, "__notes__")
 
 
+def test_errors_have_the_hints_of_plugins_that_a_step_is_given() -> None:
+    hints = plugin("hints", colofunc_hints=lambda: {"layers": [cf.ext.LibraryHint("values", "Layer(checked=False)")]})
+    with pytest.raises(cf.TraceError) as found:
+        cf.shard(lambda x: x if x.min() > 0 else -x, cf.Mesh(), plugins=[hints]).lower(torch.ones(3))
+    assert found.value.__notes__ == ["layers: Layer(checked=False)"]
+
+
 ASKING = [tensor("1d", "tp"), tensor("2d", ("dp", "tp")), tensor("auto", "tp"), ring("tp")]
 
 

@@ -272,6 +272,30 @@ def test_momentum_and_statistics_by_hand() -> None:
     assert found == {"w": "param", "m": "state", "mean": "buffer", "fixed": "frozen", "never": "state", "x": "batch"}
 
 
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+def test_what_comes_back_is_no_batch_wherever_it_stands(order: tuple[int, ...]) -> None:
+    def write(*given: Any) -> Any:
+        cache, row = (given[order.index(k)] for k in range(2))
+        new = {"keys": torch.cat([cache["keys"][1:], row]), "scale": cache["scale"]}
+        out = (new["keys"] * new["scale"]).sum(0)
+        return tuple((new, out)[k] for k in order)
+
+    arguments = [{"keys": torch.randn(4, 8), "scale": torch.ones(8)}, torch.randn(1, 8)]
+    cache, row = (f"given.{order.index(k)}" for k in range(2))
+    assert roles(write, *(arguments[k] for k in order)) == {f"{cache}.keys": "buffer", f"{cache}.scale": "frozen", row: "batch"}
+
+
+def test_gradients_of_the_batch_that_have_its_tree_are_not_its_next_value() -> None:
+    model = cf.functional(models.Mlp(8, 16).double())
+
+    def forces(params: Any, batch: Any) -> Any:
+        grads = cf.value_and_grad(lambda batch: model.apply(params, {}, batch["x"])[0].sum())(batch)[1]
+        return {"x": -grads["x"]}
+
+    found = roles(forces, model.params, {"x": rows()})
+    assert found.pop("batch.x") == "batch" and set(found.values()) == {"param"}
+
+
 def test_of_one_argument_what_is_no_weight_is_the_batch() -> None:
     found = roles(lambda every: F.linear(every["x"], every["w"]), {"x": torch.randn(4, 8), "w": torch.randn(2, 8)})
     assert found == {"every.x": "batch", "every.w": "param"}

@@ -13,24 +13,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from colofunc.errors import ColofuncError
 from colofunc.plugins.registry import hints_registry
 
 
 @contextmanager
-def hinted() -> Iterator[None]:
-    """Errors that leave this block have the hints of all libraries as notes."""
+def hinted(plugins: tuple[Any, ...] = ()) -> Iterator[None]:
+    """Errors that leave this block have the hints of all libraries as notes. `plugins`: those of the step."""
     try:
         yield
     except ColofuncError as error:
         if error.about:
-            _add_hints(error)
+            _add_hints(error, plugins)
         raise
 
 
-def _add_hints(error: ColofuncError) -> None:
-    for library, hints in hints_registry().hints.items():
+def _add_hints(error: ColofuncError, plugins: tuple[Any, ...]) -> None:
+    for library, hints in hints_registry(plugins).hints.items():
         for hint in hints:
             if hint.about == error.about and _has_run(hint.file, error.__traceback__):
                 error.add_note(f"{library}: {hint.text}")

@@ -239,7 +239,7 @@ class StepCompiler:
             watch = watch_of(staged.mesh, staged.executor)
             before = [other.low for alike in self._ready.values() for other in alike]
             earlier = _used_by(before)
-            with fewer_collections(), hinted():
+            with fewer_collections(), hinted(staged.sharding.all_plugins):
                 low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)

@@ -144,9 +144,9 @@ def formats_registry() -> Registry:
     return build_registry((import_module(FORMATS),))
 
 
-def hints_registry() -> Registry:
-    """With the hints that this project has for users of other libraries, and those of installed plugins."""
-    return build_registry((import_module(HINTS),))
+def hints_registry(plugins: tuple[Any, ...]) -> Registry:
+    """With this project's hints for users of other libraries, and those of plugins that are given or installed."""
+    return build_registry((import_module(HINTS), *plugins))
 
 
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:

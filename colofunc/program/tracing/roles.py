@@ -72,10 +72,9 @@ class Observed:
     ids: Mapping[str, int]  # leaf -> its value
     values: Mapping[int, Value]
     nodes: Sequence[Node]
-    outputs: Sequence[int]
     marks: Mapping[str, str]
     differentiated: Mapping[str, int]  # leaf -> how deep inside other gradients
-    comes_back: bool  # whether output 0 is argument 0 anew
+    next_values: Mapping[str, int]  # leaf of an argument that a result is anew -> the value that comes back for it
     carried: Mapping[str, str] = attrs.field(factory=dict)  # leaf -> the role that its tensor carries
 
     def roles(self) -> dict[str, str]:
@@ -151,16 +150,12 @@ class Observed:
         return "param" if rest == "state" and unknown and value.shape and value.dtype.is_floating_point else rest
 
     def _returned(self, weights: Collection[str]) -> dict[str, str]:
-        """Leaves of argument 0 that come back in output 0, if it is more than a batch whose result has its shape.
+        """Leaves of arguments that come back in a result, if they are more than a batch whose result has its shape.
 
         State, where the new value depends on a gradient; a frozen weight, where it is read and comes back as it is;
         else a buffer.
         """
-        if not self.comes_back or len(self.arguments) < 2:
-            return {}
-        first = self.arguments[0]
-        is_state = any(name in weights for name in first.names()) if weights else first.kind != "tensor"
-        if not is_state:
+        if len(self.arguments) < 2:
             return {}
         after_gradients: set[int] = set()
         read: set[int] = set()
@@ -169,15 +164,39 @@ class Observed:
             if node.phase != "forward" or any(ref in after_gradients for ref in node.refs):
                 after_gradients.update(node.results)
         found = {}
-        for name, out in zip(self.arguments[0].names(), self.outputs, strict=False):
-            value = self.values[self.ids[name]]
-            if out in after_gradients or value.id not in read:
-                found[name] = "state"
-            else:
-                found[name] = (
-                    "frozen" if out == value.id and value.shape and value.dtype.is_floating_point else "buffer"
-                )
+        for argument in self.arguments:
+            names = argument.names()
+            is_state = any(name in weights for name in names) if weights else argument.kind != "tensor"
+            if not is_state or not self._goes_on(names):
+                continue
+            for name in names:
+                if name not in self.next_values:
+                    continue
+                value, after = self.values[self.ids[name]], self.next_values[name]
+                if after in after_gradients or value.id not in read:
+                    found[name] = "state"
+                elif after == value.id and value.shape and value.dtype.is_floating_point:
+                    found[name] = "frozen"
+                elif argument.kind != "tensor":
+                    # Of a tensor alone, any result of its shape is taken for what comes back: w of x @ w.
+                    found[name] = "buffer"
         return found
+
+    def _goes_on(self, names: Sequence[str]) -> bool:
+        """Whether what comes back for an argument is made of it, and not only a gradient, which has its shapes too."""
+        made = {out: node for node in self.nodes for out in node.results}
+        old = {self.ids[name] for name in names}
+        todo = [self.next_values[name] for name in names if name in self.next_values]
+        seen = set[int]()
+        while todo:
+            value = todo.pop()
+            if value in old:
+                return True
+            node = made.get(value)
+            if value not in seen and node is not None and node.phase != "backward":
+                todo += node.refs
+            seen.add(value)
+        return False
 
     def _weight_operands(self) -> set[str]:
         """Leaves that operators read as weights."""
@@ -228,6 +247,36 @@ class Observed:
         return behind
 
 
+def next_values(
+    arguments: Sequence[Tree],
+    results: Sequence[Tree],
+    ids: Mapping[str, int],
+    outputs: Sequence[int],
+    values: Mapping[int, Value],
+) -> dict[str, int]:
+    """Leaf of an argument -> the value that comes back for it: each argument in the first result that has its tree,
+    shapes and dtypes, and that no other has taken.
+
+    `ids`: leaf -> its value. `outputs`: the values of the leaves of all results.
+    """
+    free: list[tuple[Tree, Sequence[int]]] = []
+    first = 0
+    for result in results:
+        count = len(result.names())
+        free.append((result, outputs[first : first + count]))
+        first += count
+    found: dict[str, int] = {}
+    for argument in arguments:
+        names = argument.names()
+        before = [values[ids[name]] for name in names]
+        for place, (result, after) in enumerate(free):
+            if comes_back(argument, result, before, [values[id] for id in after]):
+                found |= dict(zip(names, after, strict=True))
+                del free[place]
+                break
+    return found
+
+
 def comes_back(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:
     """Whether a result has the tree, shapes and dtypes of an argument, so that it can be its next value."""
     if not argument.names() or _structure(argument) != _structure(result):
@@ -240,11 +289,6 @@ def results_of(out: Tree) -> Sequence[Tree]:
     """The outputs of a step: the items of a tuple, else all that it returns."""
     several = out.kind in ("sequence", "namedtuple") and out.type is not list and out.children
     return out.children if several else (out,)
-
-
-def first_result(out: Tree) -> Tree:
-    """Output 0 of a step."""
-    return results_of(out)[0]
 
 
 def _structure(tree: Tree) -> Any:

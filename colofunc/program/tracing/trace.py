@@ -35,7 +35,7 @@ from colofunc.program.tracing.meta import activate, phase, raised_line, watch_mo
 from colofunc.program.tracing.modules_used import HasFrozen, noted, noting
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder, TracedStorage
-from colofunc.program.tracing.roles import Observed, comes_back, first_result
+from colofunc.program.tracing.roles import Observed, next_values, results_of
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.spec.rule import TensorType
 
@@ -277,12 +277,8 @@ def _with_roles(
     """Values with the roles of the inputs, and whether nothing says where the weights are."""
     values = dict(rec.values)
     ids = {name: vid for vid, name in enumerate(tree.names())}
-    arguments = tree.children
-    again = False
-    if arguments:
-        before = [values[ids[name]] for name in arguments[0].names()]
-        again = comes_back(arguments[0], first_result(out_tree), before, [values[id] for id in out_ids])
-    observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again, carried)
+    after = next_values(tree.children, results_of(out_tree), ids, out_ids, values)
+    observed = Observed(tree.children, ids, values, rec.nodes, rec.where.marks, differentiated, after, carried)
     for name, role in observed.roles().items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
     return values, observed.knows_no_weights()
