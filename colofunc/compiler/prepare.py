@@ -41,7 +41,7 @@ from colofunc.mesh.sizes import size_text
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.plan import Plan
 from colofunc.planner.stages.report import one_stage_works
-from colofunc.plugins import bringing, build_registry
+from colofunc.plugins import build_registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.narrow_captures import as_read
@@ -78,7 +78,7 @@ def prepare(
     the error says the least budget where nothing fits.
     """
     mesh, sharding = staged.mesh, staged.sharding
-    registry = build_registry((*sharding.plugins, *bringing(sharding.plans)))
+    registry = build_registry(sharding.all_plugins)
     build = staged.build.evolve(registry=registry)
     without = left_out(can_be_left_out(build))
     began = time.perf_counter()

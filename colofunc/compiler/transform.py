@@ -32,7 +32,7 @@ from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.stages.report import CutsOf
-from colofunc.plugins.registry import Registry
+from colofunc.plugins.registry import Registry, bringing
 from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
 
@@ -202,6 +202,11 @@ class Sharding:
     auto: bool = True
     plugins: tuple[Any, ...] = ()
     agree_every: int = 0
+
+    @property
+    def all_plugins(self) -> tuple[Any, ...]:
+        """Those given as plugins, and the plans that are plugins themselves."""
+        return (*self.plugins, *bringing(self.plans))
 
 
 @attrs.frozen(eq=False)
