@@ -294,17 +294,19 @@ def check_habits(module: str, source: str) -> list[str]:
 
 
 def check_libraries(module: str, source: str) -> list[str]:
-    """Outside integrations no import of a library of models, and no text that is a name inside one, as classes are
-    recognised by."""
+    """Outside integrations no import of a library of models, and no text with the name of one: classes are recognised by
+    such names, and an error that gives one speaks to users of this library only. Docstrings may."""
     if module.startswith("colofunc.integrations"):
         return []
-    named = [(line, name) for line, name, _ in imports(module, source)]
-    for node in ast.walk(parsed(source)):
-        text = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)*", text):
-            named.append((node.lineno, text))
-    bad = dict(sorted((line, name) for line, name in named if name.split(".")[0] in MODEL_LIBRARIES))
-    where = "colofunc/integrations/formats, by the hook colofunc_model_libraries"
+    named = [(line, name.split(".")[0]) for line, name, _ in imports(module, source)]
+    tree = parsed(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    docstrings = {id(statement.value) for statement in statements if isinstance(statement.value, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            named += [(node.lineno, word) for word in re.findall(r"\w+", node.value)]
+    bad = dict(sorted((line, name) for line, name in named if name in MODEL_LIBRARIES))
+    where = "colofunc/integrations/formats, by the hook colofunc_model_libraries, or names that the registry gives"
     return [f"{module}:{line} speaks of {name}. Try: {where}" for line, name in bad.items()]
 
 
@@ -496,6 +498,8 @@ REFUSED = [
     (check_libraries, "colofunc.functional.load", "from importlib.util import find_spec\nfind_spec('diffusers')"),
     (check_libraries, "colofunc.functional.load", "def f(cls):\n    return cls.__module__ == 'transformers.modeling_utils'"),
     (check_libraries, "colofunc.functional.load", "import sys\nsys.modules.get('bitsandbytes')"),
+    (check_libraries, "colofunc.functional.load", "raise ValueError('load: model= fills a model from a folder of transformers')"),
+    (check_libraries, "colofunc.functional.load", "def f(it):\n    return f\"{it} is merged. Try: adapters='peft', or layout=None\""),
 ]
 
 ALLOWED = [
@@ -511,7 +515,7 @@ ALLOWED = [
     (check_environment, "colofunc.env", "import os\nos.environ['RANK']"),
     (check_habits, "colofunc.integrations.formats", "def f():\n    from transformers import AutoModel"),
     (check_libraries, "colofunc.integrations.formats", "def f():\n    from transformers import AutoModel"),
-    (check_libraries, "colofunc.functional.load", "raise ValueError('transformers models need another option')"),
+    (check_libraries, "colofunc.functional.load", "'Of transformers.'\ndef f():\n    'Of peft.'\n\nX = 1\n'Of diffusers.'"),
     (check_habits, "colofunc.functional.modules", "import importlib\ndef f(name):\n    importlib.import_module(name)"),
 ]
 

@@ -43,7 +43,9 @@ LIBRARY = cf.ext.libraries.Library("theirs", owns=OWNS, has_name=has_name, entri
 
 @cf.hookimpl
 def colofunc_model_libraries():
-    return {"theirs": LIBRARY}
+    return {"theirs": LIBRARY, **MORE}
+
+MORE = {}
 '''
 
 
@@ -144,6 +146,31 @@ def test_plugins_are_asked_for_a_module_before_our_libraries(theirs: ModuleType)
     both = type("Theirs", (ours,), {"__module__": "their_library"})
     assert library_of(ours(4, 3)) is formats.LIBRARIES["transformers"]
     assert library_of(both(4, 3)) is theirs.LIBRARY
+
+
+def test_a_module_that_two_plugins_own_is_an_error(theirs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(theirs.MORE, "another", attrs.evolve(theirs.LIBRARY, name="another"))
+    build_registry.cache_clear()
+    said = "colofunc_model_libraries: 'theirs' and 'another' both have a module of Theirs as their own.* Try: owns= in"
+    with pytest.raises(cf.PluginError, match=said):
+        library_of(theirs.Theirs(4, 3))
+    assert library_of(nn.Linear(4, 3)) is PLAIN
+
+
+def test_a_folder_is_of_one_format_of_adapters(tmp_path: Path, theirs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "LIBRARY", with_adapters(theirs, "theirs"))
+    build_registry.cache_clear()
+    for config in ("their_adapters.json", "adapter_config.json"):
+        (tmp_path / config).write_text("{}")
+    said = r"holds adapters of 'peft' \(adapter_config\.json\) and of 'theirs' \(their_adapters\.json\).* Try: a folder for each"
+    with pytest.raises(cf.CheckpointError, match=said):
+        cf.load(tmp_path, model=theirs.Theirs(4, 3))
+    known = theirs.LIBRARY.adapters
+    monkeypatch.setattr(theirs, "LIBRARY", attrs.evolve(theirs.LIBRARY, adapters=attrs.evolve(known, config="adapter_config.json")))
+    build_registry.cache_clear()
+    said = r"'peft' and 'theirs' are both known by the file 'adapter_config\.json'.* Try: another config="
+    with pytest.raises(cf.PluginError, match=said):
+        adapter_formats()
 
 
 def test_our_libraries_come_first_and_by_the_same_hook(theirs: ModuleType) -> None:

@@ -596,6 +596,8 @@ MISTAKES = {
                                    with_("up.weight_scale_inv", lambda x: torch.tensor(1.0))),
     "static inputs of float8": Mistake("finegrained-fp8", "'up.activation_scale' is for static scales of inputs, which are not read. Try:",
                                        lambda tensors: tensors.update({"up.activation_scale": torch.ones(())})),
+    "two layouts": Mistake("finegrained-fp8", "'up.weight_scale' is of the layout 'float-quantized', and beside it is 'up.weight_sc",
+                           lambda tensors: tensors.update({"up.weight_scale": torch.ones(256, 1)})),
     "no shape": Mistake("pack-quantized", "'up.weight_shape' is missing", without("up.weight_shape")),
     "another shape": Mistake("pack-quantized", "'up.weight_packed' has shape (256, 16), and a weight of shape (256, 256) in 4 bits",
                              with_("up.weight_shape", lambda x: torch.tensor([256, 256]))),
@@ -711,7 +713,9 @@ def write(name, weight):
 
 @cf.hookimpl
 def colofunc_packed_layouts():
-    return {"mine": LAYOUT}
+    return {"mine": LAYOUT, **MORE}
+
+MORE = {}
 
 
 LAYOUT = packed_tensors.PackedLayout(
@@ -762,6 +766,29 @@ def test_the_table_is_made_once_for_all_layers_of_a_folder(tmp_path: Path, monke
 def test_our_layouts_come_first_and_by_the_same_hook(installed: Any) -> None:
     assert list(layouts()) == [*formats.LAYOUTS, "mine"]
     assert set(build_registry((formats,)).packed_layouts) == set(layouts())
+
+
+def test_of_two_layouts_of_plugins_neither_takes_a_weight_from_the_other(
+    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"up.numbers": torch.ones(4, 3, dtype=torch.int8), "up.steps": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert packed_entries(tmp_path)["up.weight"].packed is not None
+    monkeypatch.setitem(installed.MORE, "another", attrs.evolve(installed.LAYOUT, name="another"))
+    build_registry.cache_clear()
+    said = r"colofunc_packed_layouts: 'mine' and 'another' both claim the tensors of 'up' in .*model\.safetensors.* Try: claims= in"
+    with pytest.raises(cf.PluginError, match=said):
+        packed_entries(tmp_path)
+
+
+def test_our_layouts_are_asked_before_those_of_plugins(tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of tensors in the file by which they know a layer."""
+    tensors = {"up.a_mark": torch.ones(1), "up.weight": torch.ones(4, 3, dtype=torch.int8), "up.weight_scale": torch.ones(4, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    greedy = attrs.evolve(installed.LAYOUT, marks=("a_mark",), claims=lambda tensors: True)
+    monkeypatch.setattr(installed, "LAYOUT", greedy)
+    build_registry.cache_clear()
+    packed = packed_entries(tmp_path)["up.weight"].packed
+    assert packed is not None and "as int-quantized keeps it" in packed.where
 
 
 def test_what_is_no_layout_is_named(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

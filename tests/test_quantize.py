@@ -469,6 +469,33 @@ def test_a_plugin_brings_a_scheme() -> None:
     torch.testing.assert_close(step(placed, tokens()).full(), step.eager(params, tokens()))
 
 
+class Plan:
+    """A plan that is a plugin itself, with the same scheme."""
+
+    __name__ = "with coarse"
+    axes = ("dp",)
+    colofunc_quantizers = Coarse.colofunc_quantizers
+
+    def wishes(self, program: Any, mesh: Any) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("is_plan", [False, True], ids=["plugin", "plan"])
+def test_a_scheme_of_the_step_that_it_is_put_around_is_known(is_plan: bool) -> None:
+    """As a memory policy and a schedule of its plugins are."""
+    step_fn, params = forward()
+    mesh = cf.Mesh(dp=2)
+    sharded = cf.shard(step_fn, mesh, Plan()) if is_plan else cf.shard(step_fn, mesh, plugins=[Coarse()])
+    for step in (cf.quantize(sharded, "coarse", where=WHERE), cf.quantize("coarse", where=WHERE)(sharded)):
+        assert int(step.init(params, tokens())["up.weight"].data.full().abs().max()) == 3
+
+
+def test_a_scheme_of_a_plugin_that_comes_behind_is_asked_for() -> None:
+    said = r"no scheme 'coarse'; schemes: .*\. If a plugin has it, shard first, .* or give it here too: cf\.quantize\(\.\.\., plugins="
+    with pytest.raises(cf.InputError, match=said):
+        cf.shard(cf.quantize(forward()[0], "coarse", where=WHERE), cf.Mesh(dp=2), plugins=[Coarse()])
+
+
 def test_what_a_plugin_gives_is_looked_at() -> None:
     class Wrong:
         __name__ = "wrong"

@@ -66,6 +66,14 @@ def test_scores_that_are_written_out() -> None:
     assert {wish.want.text() for wish in by_heads} == {"cp a b", "a (cp b) c"}
 
 
+@pytest.mark.parametrize(("instead", "end"), [("", "use fewer ranks"), ("take another", "use fewer ranks, or take another")])
+def test_heads_that_do_not_divide(instead: str, end: str) -> None:
+    """What else to write is the plan's to say: the core knows no other."""
+    program = program_of(written, torch.randn(2, 6, 8))
+    with pytest.raises(cf.PlanError, match=rf"^mine: .* do not divide over the 3 ranks of 'cp'; {end}$"):
+        cf.ext.tokens.wishes(program, cf.Mesh(cp=3), "(cp s)", ("cp",), "mine", written=True, heads="cp", instead=instead)
+
+
 def test_no_attention_at_all() -> None:
     program = program_of(lambda state, batch: (state, (batch * state["w"]).sum()), torch.randn(2, 6))
     for written in (False, True):

@@ -293,6 +293,19 @@ def test_two_transforms_that_leave_open_how_they_are_written_are_an_error() -> N
     assert cf.ext.stage(step, in_two_ways("a", is_open=False)).lower(x).plan.way.startswith("b in way")
 
 
+def cutting(name: str) -> cf.ext.Transform:
+    """A transform that says of the cuts of a pipeline what there is to say: nothing."""
+    return cf.ext.Transform(name, candidates=lambda build: build.evolve(cuts_of=lambda table: None))
+
+
+def test_two_transforms_that_say_what_the_cuts_of_a_pipeline_are_are_an_error() -> None:
+    x = torch.ones(4)
+    step = cf.ext.stage(cf.shard(torch.sin, MESH), cutting("b"))
+    assert torch.equal(step(x).full(), torch.sin(x))
+    with pytest.raises(cf.PlanError, match=r"a and b both say what a pipeline's cuts are .*, and one of a chain may\. Try: "):
+        cf.ext.stage(step, cutting("a")).lower(x)
+
+
 # ---- mistakes ----
 
 

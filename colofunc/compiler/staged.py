@@ -259,6 +259,11 @@ def applied(step: Staged, transform: Transform) -> Staged:
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
 
 
+def plugins_of(step_fn: Any) -> tuple[Any, ...]:
+    """The plugins of the step that a transform is put around, beside the installed ones; () of a plain function."""
+    return step_fn.sharding.all_plugins if isinstance(step_fn, Staged) else ()
+
+
 def in_place_of(step: Staged, old: Transform, new: Transform) -> Staged:
     """`step` with one of its transforms exchanged."""
     transforms = tuple(new if one is old else one for one in step.transforms)

@@ -138,7 +138,8 @@ class Build:
     ways to write one rank's program, the fastest first; a search for an order that fits; what writes copies between
     tiers. What they give is finished and counted, and the fastest that fits is taken.
     `way`: the words of the variant that a followed plan took; "": it took none, or no plan is followed.
-    `cuts_of`: of a pipeline, what the plan says of its cuts, by the table of actions that runs.
+    `cuts_of`: of a pipeline, what the plan says of its cuts, by the table of actions that runs (`candidates`). One
+    transform of a chain may set it, and two are an error.
     """
 
     transforms: tuple[Transform, ...]
@@ -309,9 +310,21 @@ HOOKS = ("wrap", "grow", "rewrite_global", "constrain", "candidates", "rewrite_l
 
 
 def through(hook: str, build: Build) -> Build:
-    """The build behind one hook of all transforms."""
+    """The build behind one hook of all transforms.
+
+    Raises PlanError where two of them say what a pipeline's cuts are.
+    """
+    cut_by = ""
     for transform in build.transforms:
-        build = transform.applied(hook, build)
+        changed = transform.applied(hook, build)
+        if changed.cuts_of is not build.cuts_of:
+            if cut_by:
+                raise PlanError(
+                    f"{cut_by} and {transform.name} both say what a pipeline's cuts are (cuts_of in their hooks "
+                    f"{hook}), and one of a chain may. Try: a chain without one of them"
+                )
+            cut_by = transform.name
+        build = changed
     return build
 
 

@@ -147,8 +147,8 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
     if message:
         raise PlanError(
             f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before "
-            'one of the same kind that was sent earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs '
-            "with gloo"
+            "one of the same kind that was sent earlier. Try: another schedule, or a group that carries tensors on "
+            "GPUs with gloo"
         )
 
 

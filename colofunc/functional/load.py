@@ -170,7 +170,7 @@ def load(
     if model is not None:
         if like is not None or batches is not None:
             raise InputError(
-                "load: model= fills a model from a folder of transformers; like= and batches= belong to saved states"
+                "load: model= fills a model from a folder with its weights; like= and batches= belong to saved states"
             )
         return _together(mesh, path, lambda: (pretrained.load_model(folder, model, mesh, specs, strict, device), ""))
     where = mesh

@@ -103,10 +103,7 @@ def _shares_of_rounding(program: Program, charged: Mapping[int, Shares]) -> dict
     """
     rounding: list[int] = []
     made_there: set[int] = set()
-    readers: dict[int, list[int]] = {}
     for position, node in enumerate(program.nodes):
-        for id in set(node.refs):
-            readers.setdefault(id, []).append(position)
         # What only passes on what rounding has made is a view of it, or a collective between its operators.
         is_passing = bool(node.refs) and all(id in made_there for id in node.refs)
         if position not in charged and node.loop is None and (node.target in ROUNDING or is_passing):
@@ -114,7 +111,7 @@ def _shares_of_rounding(program: Program, charged: Mapping[int, Shares]) -> dict
             made_there.update(node.results)
     found: dict[int, Shares] = {}
     for position in reversed(rounding):
-        reading = [reader for id in program.nodes[position].results for reader in readers.get(id, ())]
+        reading = [reader for id in program.nodes[position].results for reader in program.readers.get(id, ())]
         shares: dict[str, float] = {}
         for reader in reading:
             of_reader = found.get(reader) or charged.get(reader) or {REST: 1.0}

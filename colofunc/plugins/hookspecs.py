@@ -164,7 +164,7 @@ def colofunc_packed_layouts() -> Mapping[str, Any]:
     are known (`marks`, `needs`, `keys`), whether some tensors are such a weight (`claims`), the weight that they are in
     one of the formats of `colofunc_quantizers` (`read`), and back (`write`, `config`). `tensors.matrix(key, dtypes)`
     checks a stored tensor, `packed_tensors.part(shape, dtype, read)` is a part of the weight that is read by boxes, and
-    `packed_tensors.boxed(entry, box)` reads one.
+    `packed_tensors.boxed(entry, box)` reads one. Two layouts of plugins that claim one weight are a PluginError.
     """
     raise NotImplementedError
 
@@ -178,7 +178,8 @@ def colofunc_model_libraries() -> Mapping[str, Any]:
     from a plain module: names in files (`has_name`, `entries`, `reported`), what is written (`groups`, `to_stored`,
     `stem`), the configuration (`save_config`), and the files of adapters alone (`adapters`, a
     `cf.ext.libraries.AdapterFormat`). This project's libraries come by the same hook, and are asked
-    which modules are theirs after those of plugins, whose models may be subclasses of models of these.
+    which modules are theirs after those of plugins, whose models may be subclasses of models of these. Two libraries of
+    plugins that own one module are a PluginError, and so are two formats of adapters that are known by one file.
     """
     raise NotImplementedError
 

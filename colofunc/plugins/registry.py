@@ -139,9 +139,18 @@ def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Reg
     )
 
 
+def _formats() -> tuple[Any, ...]:
+    return (import_module(FORMATS),)
+
+
 def formats_registry() -> Registry:
     """With the formats of other libraries that this project knows, and those of installed plugins behind them."""
-    return build_registry((import_module(FORMATS),))
+    return build_registry(_formats())
+
+
+def own_formats() -> Registry:
+    """With the formats of other libraries that this project knows, and no installed plugin's."""
+    return build_registry(_formats(), installed=False)
 
 
 def hints_registry(plugins: tuple[Any, ...]) -> Registry:

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 
 from colofunc.compiler.memory_limits import limit_bytes
-from colofunc.compiler.staged import Staged, in_place_of
+from colofunc.compiler.staged import Staged, in_place_of, plugins_of
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, InputTiers, Move, Transform
 from colofunc.errors import InputError, PlanError, near
@@ -33,7 +33,7 @@ from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
 from colofunc.planner.offload.trace import NodeS
-from colofunc.plugins import bringing, build_registry
+from colofunc.plugins import build_registry
 from colofunc.program.ir import Program
 
 BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}
@@ -112,8 +112,7 @@ def _refuse_unknown(policy: str, step_fn: Any) -> None:
     if policy in BUILT_IN:
         return
     sharded = isinstance(step_fn, Staged) and step_fn.sharded is not None
-    brings = (*step_fn.sharding.plugins, *bringing(step_fn.sharding.plans)) if sharded else ()
-    found = build_registry(brings).memory_policies
+    found = build_registry(plugins_of(step_fn)).memory_policies
     hint = near(policy, (*BUILT_IN, *found), "policies")
     if policy in found or (not sharded and "did you mean" not in hint):
         return

@@ -28,7 +28,7 @@ from colofunc.compiler.packed_caches import checked_globs, with_caches
 from colofunc.compiler.quantized_weights import AUTO, Schemes
 from colofunc.compiler.saved_activations import checked_form, with_saved
 from colofunc.compiler.scheme_decision import SchemeDecision
-from colofunc.compiler.staged import Staged
+from colofunc.compiler.staged import Staged, plugins_of
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
 from colofunc.compiler.weight_quantization import QUANTIZE, transform_of
@@ -65,7 +65,8 @@ def quantize(
     "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
     `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one for each weight (`errors.within(...)`,
     `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted names; of what they match,
-    vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator: `@cf.quantize("int8")`.
+    vectors stay (norms, biases). plugins: further plugins with schemes, beside those of a `cf.shard` that it is put
+    around. As a decorator: `@cf.quantize("int8")`.
 
     "auto" chooses for each weight at the first call, together with sharding, recomputation and offload: the whole chain
     is finished with one choice after the other, and of those that fit its budgets the best is taken. errors: of
@@ -104,15 +105,22 @@ def quantize(
     transforms = _on_the_wire(wire, error_feedback)
     if gathers is not None:
         transforms.append(rounded_parameters(gathers))
+    stored: Stored | None = None
     if scheme is not None or saved is not None or cached or not transforms:
-        transforms.insert(0, _stored(scheme, where, plugins, for_auto, saved, cached))
+        stored = partial(_stored, scheme, _checked_globs(where), plugins, for_auto, saved, cached)
     if step_fn is None:
-        return partial(_staged, transforms)
-    return _staged(transforms, step_fn)
+        return partial(_staged, stored, transforms)
+    return _staged(stored, transforms, step_fn)
 
 
-def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
+Stored = Callable[[Any], Transform]
+"""Of a step, the transform of what is kept in few bits: the step's plugins may bring its scheme."""
+
+
+def _staged(stored: Stored | None, transforms: Sequence[Transform], step_fn: Any) -> Any:
     """The step with these transforms. Raises PlanError where one of them was applied before."""
+    if stored is not None:
+        transforms = [stored(step_fn), *transforms]
     twice = {
         QUANTIZE: (
             "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; "
@@ -128,21 +136,27 @@ def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
     return step_fn
 
 
-def _stored(
-    scheme: Any,
-    where: str | Iterable[str],
-    plugins: Sequence[Any],
-    for_auto: Mapping[str, Any],
-    saved: str | None,
-    cached: tuple[str, ...],
-) -> Transform:
-    """What is kept in few bits: weights in a scheme, if there is one, activations that backward reads, caches."""
+def _checked_globs(where: str | Iterable[str]) -> tuple[str, ...]:
+    """Globs over names of weights. Raises InputError for anything else."""
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(
             f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'"
         )
-    registered = build_registry(tuple(plugins)).quantizers
+    return globs
+
+
+def _stored(
+    scheme: Any,
+    globs: tuple[str, ...],
+    plugins: Sequence[Any],
+    for_auto: Mapping[str, Any],
+    saved: str | None,
+    cached: tuple[str, ...],
+    step_fn: Any,
+) -> Transform:
+    """What is kept in few bits: weights in a scheme, if there is one, activations that backward reads, caches."""
+    registered = build_registry((*plugins, *plugins_of(step_fn))).quantizers
     if scheme == AUTO:
         decision = SchemeDecision.of(globs, registered, **for_auto)
         return attrs.evolve(decision, activations=saved, caches=cached).transform()
@@ -187,7 +201,12 @@ def _quantizer(scheme: Any, known: Mapping[str, Quantizer]) -> Schemes:
             "something else than weights, activations=, caches=, wire= or gathers="
         )
     if scheme not in known:
-        raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
+        hint = near(scheme, known, "schemes")
+        stop = "" if hint.endswith("?") else "."
+        raise InputError(
+            f"cf.quantize: there is no scheme {scheme!r}{hint}{stop} If a plugin has it, shard first, with "
+            "plugins=[...], or give it here too: cf.quantize(..., plugins=[...])"
+        )
     return known[scheme]
 
 

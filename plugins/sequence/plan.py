@@ -128,8 +128,9 @@ class SequencePlan:
         striped = self.mode != "ulysses" and self._striped(calls)
         order = (*heads, "_", axis) if striped else (axis, *heads, "_")
         exchanged = axis if self.mode == "ulysses" else ""
-        wishes = list(
-            cf.ext.tokens.wishes(program, mesh, f"({' '.join(order)})", self.axes, self.name, written, rules, exchanged)
+        tokens, tokens_only = f"({' '.join(order)})", f"gather_kv({axis!r}), which splits tokens only"
+        wishes = cf.ext.tokens.wishes(
+            program, mesh, tokens, self.axes, self.name, written, rules, exchanged, instead=tokens_only
         )
         if calls:
             wishes.append(self._pattern(calls, mesh, axis, heads, striped))

@@ -26,7 +26,7 @@ from colofunc.functional.adapters import Adapter
 from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.index import files_written
 from colofunc.functional.checkpoint.place import Entry
-from colofunc.plugins.registry import formats_registry
+from colofunc.plugins.registry import formats_registry, own_formats
 
 MERGED = "merged"
 """What `adapters=` of `cf.save_pretrained` says of adapters in the weights that they adapt: no format has this name."""
@@ -184,9 +184,22 @@ def libraries() -> dict[str, Library]:
 def library_of(module: nn.Module) -> Library:
     """The library that a module is of; `PLAIN` where none that is known has it.
 
-    Those of plugins are asked first: their models may be subclasses of models of this project's libraries.
+    Those of plugins are asked first: their models may be subclasses of models of this project's libraries. Raises
+    PluginError where two of plugins, or two of this project, have it.
     """
-    return next((library for library in reversed(libraries().values()) if library.owns(module)), PLAIN)
+    own = own_formats().model_libraries
+    of_plugins = [library for name, library in libraries().items() if name not in own]
+    for asked in (of_plugins, own.values()):
+        owning = [library for library in asked if library.owns(module)]
+        if len(owning) > 1:
+            raise PluginError(
+                f"colofunc_model_libraries: {owning[0].name!r} and {owning[1].name!r} both have a module of "
+                f"{type(module).__name__} as their own, and a module is of one library. Try: owns= in one of them that "
+                "leaves it out, or only one of their plugins installed"
+            )
+        if owning:
+            return owning[0]
+    return PLAIN
 
 
 def whole_stems() -> tuple[str, ...]:
@@ -207,13 +220,29 @@ def adapter_formats() -> dict[str, AdapterFormat]:
                 f"colofunc_model_libraries: {library.name!r} calls its format of adapters {one.name!r}, which is taken. "
                 f"Try: AdapterFormat({library.name!r}, ...)"
             )
+        for other in found.values():
+            if one.config == other.config:
+                raise PluginError(
+                    f"colofunc_model_libraries: the formats of adapters {other.name!r} and {one.name!r} are both known "
+                    f"by the file {one.config!r}, so that a folder with it would be of both. Try: another config= in "
+                    f"AdapterFormat({one.name!r}, ...)"
+                )
         found[one.name] = one
     return found
 
 
 def stored_adapters(folder: Path) -> AdapterFormat | None:
-    """The format of the adapters that a folder holds, None where it holds none."""
-    return next((one for one in adapter_formats().values() if (folder / one.config).is_file()), None)
+    """The format of the adapters that a folder holds, None where it holds none.
+
+    Raises CheckpointError where it holds adapters in two formats, of which a model could get one only.
+    """
+    held = [one for one in adapter_formats().values() if (folder / one.config).is_file()]
+    if len(held) > 1:
+        raise CheckpointError(
+            f"{str(folder)!r} holds adapters of {held[0].name!r} ({held[0].config}) and of {held[1].name!r} "
+            f"({held[1].config}), and which of them belong to the model is not known. Try: a folder for each"
+        )
+    return held[0] if held else None
 
 
 # ---- adapters beside whole weights ----

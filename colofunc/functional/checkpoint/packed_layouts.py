@@ -29,7 +29,7 @@ give more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from colofunc.functional.checkpoint.libraries import whole_stems
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import FORMATS
-from colofunc.plugins.registry import formats_registry
+from colofunc.plugins.registry import formats_registry, own_formats
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lazy_packed import PackedSource
 from colofunc.spec.regions import Region, extent, take
@@ -94,7 +94,7 @@ def packed_entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[
     for layer, kin in layers.items():
         of_layer = {key: found[f"{layer}.{key}"] for key in keys if f"{layer}.{key}" in found}
         tensors = Tensors(folder, layer, of_layer, config)
-        layout = next((one for one in kin if one.claims(tensors)), None)
+        layout = _claiming(kin, tensors)
         if layout is None:
             _check_plain(tensors)
             continue
@@ -119,6 +119,37 @@ def _layers(
                     kin = layers.setdefault(name.removesuffix(f".{mark}"), [])
                     kin += [layout] if layout not in kin else []
     return layers
+
+
+def _claiming(kin: Sequence[PackedLayout], tensors: Tensors) -> PackedLayout | None:
+    """The layout that the tensors of a layer are in, of those that know it; None where it is in none.
+
+    This project's are asked first. They tell their weights apart whatever their order, so that a layer that two of them
+    claim is damaged: CheckpointError. Raises PluginError where two layouts of plugins claim it.
+    """
+    own = own_formats().packed_layouts
+    ours = [layout for layout in kin if layout.name in own and layout.claims(tensors)]
+    if len(ours) > 1:
+        one, other = ours[:2]
+        beside = f"{tensors.layer}.{_mark_in(tensors, other)}"
+        raise tensors.wrong(
+            _mark_in(tensors, one), f"is of the layout {one.name!r}, and beside it is {beside!r} of {other.name!r}"
+        )
+    if ours:
+        return ours[0]
+    theirs = [layout for layout in kin if layout.name not in own and layout.claims(tensors)]
+    if len(theirs) > 1:
+        raise PluginError(
+            f"colofunc_packed_layouts: {theirs[0].name!r} and {theirs[1].name!r} both claim the tensors of "
+            f"{tensors.layer!r} in {tensors.file}, and a weight is in one layout. Try: claims= in one of them that "
+            "leaves them out, or only one of their plugins installed"
+        )
+    return theirs[0] if theirs else None
+
+
+def _mark_in(tensors: Tensors, layout: PackedLayout) -> str:
+    """The first of the marks of a layout that tensors have."""
+    return next(mark for mark in layout.marks if mark in tensors.entries)
 
 
 NUMBERS = ("weight", "weight_packed", "qweight", "_weight_qdata")

@@ -20,6 +20,7 @@ from colofunc import untrusted
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.adapters import global_value
+from colofunc.functional.checkpoint.libraries import adapter_formats
 from colofunc.functional.checkpoint.packed_layouts import layouts
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout
 from colofunc.mesh import Mesh
@@ -147,7 +148,8 @@ def _refusal(
     if weight.input_scale is not None:
         return "it has a scale for its inputs, which other libraries fold into other layers. Try: layout=None, which widens it"
     if name in merges:
-        return "an adapter is merged into it, so that it would be rounded anew. Try: adapters='peft', or layout=None"
+        apart = " or ".join(repr(known) for known in adapter_formats())
+        return f"an adapter is merged into it, so that it would be rounded anew. Try: adapters={apart}, or layout=None"
     if name.removesuffix(".weight") not in layers:
         return "it is not the weight of a linear layer. Try: globs in where= of cf.quantize that leave it out, or layout=None"
     return ""

@@ -169,20 +169,15 @@ def _ints(items: Sequence[int]) -> Ints:
 def _lives(program: Program) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """(value -> the node that makes it, -1 for inputs; value -> its last use, through views; view -> its base)."""
     count = len(program.nodes)
-    born = dict.fromkeys(program.inputs, -1)
+    born = {**dict.fromkeys(program.inputs, -1), **program.made_at}
     last = dict.fromkeys(program.inputs, count)
     view_of: dict[int, int] = {}
     for index, node in enumerate(program.nodes):
-        for ref in node.refs:
-            last[ref] = max(last.get(ref, 0), index)
         looks = _looks(node)
         for out in node.results:
-            born[out] = index
-            last.setdefault(out, index)
+            last[out] = program.last_uses.get(out, index)
             if looks:
                 view_of[out] = view_of.get(node.refs[0], node.refs[0])
-    for out in program.outputs:
-        last[out] = count
     for view, base in view_of.items():
         last[base] = max(last[base], last[view])
     return born, last, view_of

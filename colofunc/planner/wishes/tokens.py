@@ -84,18 +84,20 @@ def _reading(program: Program, softmax: Node) -> Iterator[Node]:
                 yield node
 
 
-def layouts_exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -> dict[int, Layout]:
+def layouts_exchanged(
+    program: Program, mesh: Mesh, axis: str, tokens: str, name: str, instead: str = ""
+) -> dict[int, Layout]:
     """Value -> how it lies: by heads over `axis` what products read, by tokens (an einops group) what comes out, also
     in backward.
 
-    Raises PlanError, in the name of a plan, where heads do not divide over the axis.
+    Raises PlanError, in the name of a plan, where heads do not divide over the axis; `instead`: what else to write.
     """
     found: dict[int, Layout] = {}
     roles: dict[int, list[tuple[str, WrittenAttention]]] = {}
     for each in written_calls(program):
         for node in (*each.first, *each.second):
             for ref in node.refs[-2:]:
-                found[ref] = _by_heads(program, mesh, axis, each, ref, name)
+                found[ref] = _by_heads(program, mesh, axis, each, ref, name, instead)
         for node in each.second:
             found |= _by_tokens(program, mesh, tokens, each, node.outs[0], 1)
         made = program.makers
@@ -109,7 +111,7 @@ def layouts_exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name
                 roles.setdefault(root(made, node.refs[place]), []).append((role, each))
     for node in program.nodes:
         if node.phase == "backward" and node.target in BATCHED_PRODUCTS:
-            found |= _backward(program, mesh, axis, tokens, node, roles, name)
+            found |= _backward(program, mesh, axis, tokens, node, roles, name, instead)
     return found
 
 
@@ -121,6 +123,7 @@ def _backward(
     node: Node,
     roles: Mapping[int, list[tuple[str, WrittenAttention]]],
     name: str,
+    instead: str,
 ) -> dict[int, Layout]:
     """What a product of backward reads and gives, by the operand of forward that it reads; nothing where that is not
     clear.
@@ -130,24 +133,26 @@ def _backward(
     if len(known) != 1:
         return {}
     ((role, each),) = known
-    found = {ref: _by_heads(program, mesh, axis, each, ref, name) for ref in node.refs[-2:]}
+    found = {ref: _by_heads(program, mesh, axis, each, ref, name, instead) for ref in node.refs[-2:]}
     if role != "v":
         # Beside k stands the gradient of scores, and what comes out is that of q; and so on.
         found |= _by_tokens(program, mesh, tokens, each, node.outs[0], 2 if role == "q" else 1)
     return found
 
 
-def _by_heads(program: Program, mesh: Mesh, axis: str, each: WrittenAttention, id: int, name: str) -> Layout:
+def _by_heads(
+    program: Program, mesh: Mesh, axis: str, each: WrittenAttention, id: int, name: str, instead: str
+) -> Layout:
     shape, ranks = program.values[id].shape, mesh.axis_size(axis)
     heads, rest = divmod(shape[0], each.batch)
     if not rest and heads % ranks == 0:
         cut = f"{each.batch} " if each.batch > 1 else ""
         return Spec(f"({cut}{axis} _) _ _").bind(mesh, shape)
     if shape[0] % ranks:
+        other = f", or {instead}" if instead else ""
         raise PlanError(
             f"{name}: {heads} heads that are written out at {each.softmax.line} do not divide over the {ranks} ranks "
-            f"of {axis!r}; use "
-            f"fewer ranks, or gather_kv({axis!r}), which splits tokens only"
+            f"of {axis!r}; use fewer ranks{other}"
         )
     return Spec(f"({axis} _) _ _").bind(mesh, shape)
 
@@ -185,14 +190,14 @@ def attention(program: Program, name: str, written: bool = False, instead: str =
 
 def wishes(
     program: Program, mesh: Mesh, tokens: str, axes: tuple[str, ...], name: str, written: bool = False, rules: Rules | None = None,
-    heads: str = "",
+    heads: str = "", instead: str = "",
 ) -> list[Wish]:  # fmt: skip
     """Wishes that tokens lie over `axes` as an einops group says, wherever they come from.
 
     `written`: so do the rows of scores that a model writes out; the keys are gathered before the products. `heads`: an
     axis; such scores are split by their heads over it, and tokens are exchanged for heads before the products and back
-    behind them. `rules`: those that the plan was given. Raises PlanError, in the name of a plan, where tokens do not
-    divide over the ranks.
+    behind them; `instead`: what else to write where these heads do not divide. `rules`: those that the plan was given.
+    Raises PlanError, in the name of a plan, where tokens or heads do not divide over the ranks.
     """
     shapes = {id: value.shape for id, value in program.values.items()}
     rows = {id: shapes[id][-2] for node in _nodes(program) for id in node.refs[:3]}  # q, k and v
@@ -211,7 +216,7 @@ def wishes(
     wanted = {id: Spec(f"... {tokens} _").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
     arise = origins(program, rules or Rules(program, mesh), wanted)
     if heads:
-        arise |= layouts_exchanged(program, mesh, heads, tokens, name)
+        arise |= layouts_exchanged(program, mesh, heads, tokens, name, instead)
     return [*found, *(Wish("*", layout, axes, values=(id,), **how) for id, layout in arise.items())]
 
 

@@ -46,16 +46,13 @@ def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = No
     body, nodes, ends = loop.body, list[Node](), list[int]()
     values, names = dict(body.values), dict[int, int]()
     own = owned(loop) if owned is not None else None
-    last_read = dict.fromkeys(body.outputs, len(body.nodes))  # value -> the last position at which it is read
-    for index, node in enumerate(body.nodes):
-        for ref in node.refs:
-            last_read[ref] = max(last_read.get(ref, index), index)
+    last_uses = body.last_uses
     for number, (first, end) in enumerate(timetable.spans()):
         part_nodes = tuple(reading(node, names) for node in body.nodes[first:end])
         # Dicts in place of sets: they keep the order.
         made = dict.fromkeys(out for node in part_nodes for out in node.results)
         inputs = dict.fromkeys(ref for node in part_nodes for ref in node.refs if ref not in made)
-        outputs = tuple(out for out in made if last_read.get(out, -1) >= end)
+        outputs = tuple(out for out in made if last_uses.get(out, -1) >= end)
         part = Program(tuple(inputs), part_nodes, outputs, values, stage=body.stage, kernels=body.kernels)
         if own is None:
             done = change(part)
@@ -76,15 +73,13 @@ def gathered_at(body: Program) -> dict[int, list[int]]:
     memory = aliases(body)
     groups = {memory.group(out) for out in body.outputs}
     ready: dict[int, int] = {}  # memory -> the last node that makes or writes a value in it
-    made: dict[int, int] = {}
     for index, node in enumerate(body.nodes):
-        made.update(dict.fromkeys(node.results, index))
         for id in written(node):
             if memory.group(id) in groups:
                 ready[memory.group(id)] = index
     at: dict[int, list[int]] = {}
     for place, id in enumerate(body.outputs):
-        last = max(made.get(id, -1), ready.get(memory.group(id), -1))
+        last = max(body.made_at.get(id, -1), ready.get(memory.group(id), -1))
         at.setdefault(last, []).append(place)
     return at
 

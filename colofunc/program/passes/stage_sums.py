@@ -68,7 +68,6 @@ class _Region:
         _, self.axes, _, self.how = reduction.args
         self.program, self.start, self.told, self.reduction = program, start, told, reduction
         self.edit = Editor(program)
-        self.positions = {out: index for index, node in enumerate(program.nodes) for out in node.results}
         self.inside: set[int] = set()  # pending values that follow from messages
         self.sources: set[int] = set()  # pending values of before that are read inside
 
@@ -77,8 +76,8 @@ class _Region:
         if not self._all_pending(self.reduction.refs[0]):
             return None
         readers = {index for id in self.inside for index in self.program.readers.get(id, ())}
-        within = {self.positions[id] for id in self.inside}
-        last = self.positions[self.reduction.results[0]]
+        within = {self.program.made_at[id] for id in self.inside}
+        last = self.program.made_at[self.reduction.results[0]]
         if not readers <= {*within, last} or not self.inside.isdisjoint(self.program.outputs):
             return None
         reduced = {id: self._reduced(id) for id in sorted(self.sources)}
@@ -134,7 +133,7 @@ class _Region:
         out = self.edit.new(value, layout=value.layout.with_pending(self._others(id)))
         args = Ref(id), *self.reduction.args[1:]
         node = attrs.evolve(self.reduction, args=args, outs=(out,), on=value.layout.at, note="before others are told")
-        self.edit.insert(max(self.start, self.positions[id] + 1), node)
+        self.edit.insert(max(self.start, self.program.made_at[id] + 1), node)
         return out
 
     def _read_reduced(self, index: int, reduced: dict[int, int]) -> None:
