@@ -149,7 +149,7 @@ def _factors_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 embedding_bag = define(
     "embedding_bag(Tensor weight, Tensor index, Tensor? factors, int padding) -> Tensor", _embedding_bag,
     lambda weight, index, factors, padding: weight.new_empty((index.shape[0], weight.shape[1])), (_save_bag, _bag_gradient),
-    own_memory=True, weights=(0,), rows="read",
+    own_memory=True, weights=(0,), rows="summed",
 )  # fmt: skip
 embedding_bag_backward = define(
     "embedding_bag_backward(Tensor grad, Tensor index, Tensor? factors, int rows, int padding) -> Tensor", _backward,

@@ -45,6 +45,9 @@ KINDS: Mapping[str, str] = {
 }
 """Kinds of operators that executors write themselves."""
 
+ROWS = ("read", "summed", "written")
+"""What an operator does with few rows of a table, which `define` is told as `rows`."""
+
 Where = Callable[[Mapping[str, Any]], bool]  # arguments by name -> whether
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
@@ -133,10 +136,13 @@ def define(
 
     `weights`: positions, among the tensors that it is given, of those that are weights.
 
-    `rows`: "read", few rows of its first operand; "written", few rows of its result, which are given to it.
+    `rows`: "read", few rows of its first operand, a table, at the indices of its second; "summed", the same, and each row
+    of its result is a sum of them; "written", few rows of its result, which are given to it.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
+    if rows and rows not in ROWS:
+        raise ValueError(f"define({schema!r}): rows is {rows!r}. Try: one of {', '.join(ROWS)}")
     name = schema.split("(", 1)[0].strip()
     if library is None:
         if namespace not in LIBRARIES:
