@@ -114,7 +114,9 @@ def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.int8)
 
 
-row_size = define("row_size(Tensor x, float threshold) -> Tensor", _row_size, _row_size_fake, own_memory=True)
+row_size = define(
+    "row_size(Tensor x, float threshold) -> Tensor", _row_size, _row_size_fake, own_memory=True, work="reduction"
+)
 int8_rows = define(
     "int8_rows(Tensor x, Tensor size, float threshold) -> Tensor", _int8_rows, _int8_rows_fake, own_memory=True,
 )  # fmt: skip
