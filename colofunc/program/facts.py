@@ -62,6 +62,8 @@ WEIGHTS = {
 LOOKUPS = frozenset(("aten.embedding.default",))
 READ_ROWS = LOOKUPS | {"aten.index_select.default", "aten.index.Tensor"}
 WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
+# What random operators are told of the place of their part: (name, type) of arguments, in this order.
+PLACE = (("sizes", "List[int]"), ("strides", "List[int]"), ("offset", "Optional[Tensor]"))
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
@@ -155,6 +157,18 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     if base != name and (base in WIRE or base in COPIES):
         return base, True
     return None
+
+
+@cache
+def knows_place(target: str) -> bool:
+    """Whether an operator draws random numbers by where its part lies in the global tensor, which `sizes`, `strides` and
+    `offset` say.
+    """
+    operator = OPERATORS.get(target)
+    if operator is None:
+        return False
+    arguments = [(argument.name, str(argument.type)) for argument in operator.op._schema.arguments]
+    return all(argument in arguments for argument in PLACE)
 
 
 def is_wire(node: Node) -> bool:

@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 
 from colofunc.mesh import Mesh
-from colofunc.ops.updates import IN_PLACE
+from colofunc.ops.updates import is_in_place_update
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
 from colofunc.planner.offload.timeline import TraceLanes, play
 from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, reads_rows, sums_rows, written
@@ -135,7 +135,7 @@ def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
     device."""
     touched, device = _touched(node, program), mesh.topology.device
     # Bound by memory, however slow it was measured on the device.
-    if node.target in IN_PLACE or is_pointwise(node.target):
+    if is_in_place_update(node.target) or is_pointwise(node.target):
         return mesh.host_s(touched)
     moved_s = touched / device.memory_bytes_per_s
     work_s = device_s - device.launch_s
