@@ -149,9 +149,7 @@ def define(
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
-    for said, word, words in (("rows", rows, ROWS), ("work", work, WORK)):
-        if word and word not in words:
-            raise ValueError(f"define({schema!r}): {said} is {word!r}. Try: one of {', '.join(words)}")
+    check_words(schema, rows, work)
     name = schema.split("(", 1)[0].strip()
     if library is None:
         if namespace not in LIBRARIES:
@@ -192,6 +190,13 @@ def define(
     )
     OPERATORS[operator.name] = operator
     return operator
+
+
+def check_words(schema: str, rows: str, work: str) -> None:
+    """Raises ValueError where a definition says of `rows` or `work` what is none of their words."""
+    for argument, word, words in (("rows", rows, ROWS), ("work", work, WORK)):
+        if word and word not in words:
+            raise ValueError(f"{schema}: {argument} is {word!r}. Try: one of {', '.join(words)}")
 
 
 def define_update(

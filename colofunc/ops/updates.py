@@ -2,6 +2,8 @@
 
     gradient_at("colofunc.adamw")          # 1: param is argument 0
     is_in_place_update("colofunc.adamw_")  # True
+
+Whatever `define_update` has defined by then is found.
 """
 
 from __future__ import annotations

@@ -276,5 +276,6 @@ RULES: dict[str, RuleFn] = {
         for name in sorted({*LINEAR, *MONOTONE, *UNTAGGED, "masked_fill", "clamp", "native_dropout_backward"})
     },
     "prims.convert_element_type": pointwise,
-    **{name: pointwise for name in updates() if name not in OF_BLOCKS},  # every state tensor has the parameter's factors
+    # Every state tensor has the parameter's factors.
+    **{name: pointwise for name in updates() if name not in OF_BLOCKS},
 }
