@@ -245,10 +245,12 @@ def _int8_rows_linear_fake(
     return rows.new_empty((*rows.shape[:-1], data.shape[0]), dtype=dtype)
 
 
+# The bias is behind rows that may be missing, so that no position is its own.
 int8_rows_linear = define(
     "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, "
     "ScalarType dtype) -> Tensor",
     _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True, backward_products=("colofunc.int8_linear_dx",),
+    weights=(1, 2),
 )  # fmt: skip
 
 PRODUCT = int8_rows_linear.name

@@ -28,7 +28,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.sharding.classes import starred
-from colofunc.program.facts import BATCHED_PRODUCTS, CONVOLUTIONS, is_lookup, is_product
+from colofunc.program.facts import BATCHED_PRODUCTS, CONVOLUTIONS, is_lookup, is_product, weight_operands
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
@@ -40,8 +40,6 @@ WORTH_NAMING = 0.1
 """A plan names the products that are whole on every rank where they are at least this share of the work."""
 FACTOR = re.compile(r"[a-z]{1,2}\d*|whole")  # of a rule; a plugin calls its patterns by longer words
 UNUSED = "unused: every rank computes everything"
-GATE_UP = 3
-"""The position of the first of their weights among the operands of experts."""
 STREAM = frozenset(("aten.add.Tensor", "aten.native_layer_norm.default"))
 """What stands between the heavy operators of a network: sums of a residual stream, and its norms."""
 KINDS = ("batch", "sequence", "column", "row", "heads", "whole")
@@ -239,7 +237,8 @@ def shares(
             factor = dict(strategy.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
         elif node.target == EXPERTS:
-            experts |= axis in axes_of(strategy.ins[GATE_UP].dims[0])
+            first_weight = weight_operands(EXPERTS)[0]
+            experts |= axis in axes_of(strategy.ins[first_weight].dims[0])
         elif is_lookup(node.target) and strategy.ins:
             vocabulary |= axis in axes_of(strategy.ins[0].dims[0])
         elif node.phase == "forward" and out is not None:
