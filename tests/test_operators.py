@@ -99,7 +99,20 @@ def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w)
 
 
+@cf.operator("opstest.copy")
+def summed_from_above(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
 # ---- facts ----
+
+
+def test_a_name_like_torchs_says_nothing_of_how_it_is_split() -> None:
+    """Rows of it depend on one another, though `aten.copy` works on each element."""
+    x = randn(4, 6)
+    step = cf.shard(summed_from_above, MESH, in_specs="(dp b) d")
+    assert step.lower(x).coverage().fallbacks == ("opstest.copy",)
+    assert torch.equal(step(x).full(), x.cumsum(0))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))

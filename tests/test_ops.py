@@ -348,7 +348,8 @@ def test_an_update_is_found_whenever_it_is_defined() -> None:
         assert is_in_place_update(in_place.name) and not is_in_place_update(functional.name)
         assert in_place_of(functional.name)[0] == in_place.name
     finally:
-        del OPERATORS[functional.name], OPERATORS[in_place.name]
+        for operator in (functional, in_place):
+            del OPERATORS[operator.name], KERNELS[operator.name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -210,5 +210,5 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
 
 
 def _name(node: Node) -> str:
-    """`aten.mul.out` -> `mul`."""
-    return node.target.split(".")[1]
+    """Of an operator of torch: `aten.mul.out` -> `mul`; "" of all others."""
+    return node.target.split(".")[1] if node.target.startswith("aten.") else ""

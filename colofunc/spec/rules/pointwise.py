@@ -261,10 +261,10 @@ def is_pointwise(call: Call) -> bool:
     """Tagged so by torch, or listed above."""
     space, _, rest = call.target.partition(".")
     name, _, overload = rest.partition(".")
-    if name in UNTAGGED:
-        return True
     if space not in ("aten", "prims"):
         return False
+    if name in UNTAGGED:
+        return True
     packet = getattr(getattr(torch.ops, space), name, None)
     op = getattr(packet, overload or "default", None) if packet is not None else None
     return op is not None and torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
