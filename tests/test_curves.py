@@ -26,6 +26,7 @@ from colofunc.mesh.curves import (
 )
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
+from colofunc.ops.define import define
 from colofunc.ops.kernels import KernelCall, Like
 from colofunc.plugins import build_registry
 from colofunc.program.cost import node_s
@@ -218,10 +219,18 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, place, value,
         ("aten.native_layer_norm_backward.default", "normalisation"), ("aten._softmax_backward_data.default", "softmax"),
         ("aten.embedding_dense_backward.default", "gather"), ("colofunc.embedding_bag_backward", "gather"),
         ("colofunc.embedding_bag_factors_backward", "gather"), ("aten.sum.dim_IntList", "reduction"), ("colofunc.adamw_", "update"),
+        ("colofunc.rms_norm", "normalisation"), ("colofunc.log_softmax_", "softmax"), ("colofunc.embedding_add_", "gather"),
+        ("colofunc.sum_of_squares", "reduction"), ("colofunc.abs_max", "reduction"), ("colofunc.row_size", "reduction"),
+        ("somebody.sum", "elementwise"),
     ],
 )  # fmt: skip
 def test_kinds_of_kernels(target, kind):
     assert work_kind(target) == kind and kind in KINDS
+
+
+def test_a_kind_that_no_machine_has_rates_of_is_an_error():
+    with pytest.raises(ValueError, match="Try: one of elementwise, transcendental, normalisation"):
+        define("summed_up(Tensor x) -> Tensor", torch.clone, torch.clone, work="sums")
 
 
 def test_a_kernel_takes_no_less_than_the_smallest_that_was_measured():

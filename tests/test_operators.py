@@ -2,6 +2,7 @@
 
 import re
 import types
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import colofunc as cf
+from colofunc.program.facts import backward_of, is_lookup, sums_rows
+from colofunc.program.tracing.trace import trace
+from colofunc.program.work_kinds import work_kind
 from colofunc.testing import check, check_strategies, sample
 
 MESH = cf.Mesh(dp=2, tp=2)
@@ -75,6 +79,59 @@ def train_plain(p: Any, x: torch.Tensor) -> Any:
 
 
 STATE = {"a": randn(6, 8), "b": randn(6, 8) * 2, "w": randn(4, 8)}
+
+
+@cf.operator("opstest.gain", rule="b* d, d -> b* d", linear=[{0}, {1}], weights=["gain"], work="normalisation")
+def gain(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return x / x.norm(dim=-1, keepdim=True) * gain
+
+
+@cf.operator("opstest.looked_up", rule="[v] d, b [n] -> b d", linear=[{0}], weights=["table"], rows="summed", work="gather")
+def looked_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table[index].sum(1)
+
+
+@cf.operator(
+    "opstest.dense", rule="b i, o i -> b o", reduce={"i": "sum"}, linear=[{0}, {1}], mults=True, weights=["w"],
+    backward_products=["aten.mm.default"],
+)  # fmt: skip
+def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w)
+
+
+@cf.operator("opstest.copy")
+def summed_from_above(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+# ---- facts ----
+
+
+def test_a_name_like_torchs_says_nothing_of_how_it_is_split() -> None:
+    """Rows of it depend on one another, though `aten.copy` works on each element."""
+    x = randn(4, 6)
+    step = cf.shard(summed_from_above, MESH, in_specs="(dp b) d")
+    assert step.lower(x).coverage().fallbacks == ("opstest.copy",)
+    assert torch.equal(step(x).full(), x.cumsum(0))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_weights_of_an_operator_are_parameters_wherever_they_stand(order: tuple[int, ...]) -> None:
+    parts = [torch.randint(0, 9, (4, 2)), randn(9, 6), randn(6), randn(5, 6)]
+
+    def forward(*given: torch.Tensor) -> torch.Tensor:
+        index, table, scale, w = (given[order.index(part)] for part in range(4))
+        return dense(gain(looked_up(table, index), scale), w)
+
+    program = trace(forward, [parts[part] for part in order]).program
+    roles = [program.values[id].role for id in program.inputs]
+    assert roles == ["batch" if part == 0 else "param" for part in order]
+
+
+def test_facts_of_an_operator_are_known_by_its_name() -> None:
+    assert sums_rows(looked_up.name) and is_lookup(looked_up.name) and not is_lookup(gain.name)
+    assert [work_kind(op.name) for op in (gain, looked_up, dense, gated)] == ["normalisation", "gather", "product", "elementwise"]
+    assert backward_of(dense.name) == ("aten.mm.default",)
 
 
 # ---- in a step ----
@@ -438,6 +495,27 @@ def random(x: torch.Tensor) -> torch.Tensor:
 
 def writing(x: torch.Tensor) -> torch.Tensor:
     return x.add_(1) * 2
+
+
+def weighted(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, y: torch.Tensor | None = None) -> torch.Tensor:
+    return x * w
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(weights=["weight"]), "weights names 'weight'. Try: one of x, w, b, y"),
+        (dict(weights=["w", "b"]), "the weight 'b' is a list, or stands beside tensors that a call may leave out"),
+        (dict(work="sums"), "work is 'sums'. Try: one of elementwise, transcendental, "),
+        (dict(rows="some"), "rows is 'some'. Try: one of read, summed, written"),
+        (dict(backward_products=["opstest.dx"]), "Try: mults=True"),
+    ],
+)
+def test_facts_that_do_not_fit_are_refused(more: Any, message: str) -> None:
+    with pytest.raises(cf.errors.PluginError, match=re.escape(message)):
+        cf.operator("opstest.weighted", **more)(weighted)
+    with pytest.raises(cf.errors.PluginError, match=re.escape("Try: (table: Tensor, index: Tensor, ...)")):
+        cf.operator("opstest.rows", rows="read")(one)
 
 
 @pytest.mark.parametrize(

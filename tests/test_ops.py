@@ -11,13 +11,13 @@ from colofunc.errors import RuleError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.attention import attention, attention_backward
 from colofunc.ops.attention_parts import merge
-from colofunc.ops.define import KERNELS
+from colofunc.ops.define import KERNELS, OPERATORS, define_update
 from colofunc.ops.linear import linear, linear_dw, linear_dx
 from colofunc.ops.twins import twin_of
 from colofunc.ops.update import adamw, adamw_, sgd, sgd_
 from colofunc.ops.update_packed import block_of, packed_moment
 from colofunc.ops.update_rules import options_of, update, update_
-from colofunc.ops.updates import UPDATES
+from colofunc.ops.updates import is_in_place_update, updates
 
 D = torch.float64
 
@@ -328,7 +328,7 @@ def test_twins_write_the_same_numbers_in_place() -> None:
     cases["colofunc.adamw8"] = (p, g, *packed_moment(m, blocks, True), *packed_moment(v, blocks, False), *t[4:], *options[:-1])
     halves = [x.bfloat16() for x in (p, g, m, v)]
     cases["colofunc.adamw_rounded"] = (*halves, *t[4:], *options[:-2], False, None, 3)
-    assert cases.keys() == UPDATES.keys()
+    assert cases.keys() == set(updates())
     for target, args in cases.items():
         twin, places = in_place_of(target)
         results = KERNELS[target](*args)
@@ -336,6 +336,20 @@ def test_twins_write_the_same_numbers_in_place() -> None:
         KERNELS[twin](*written)
         assert all(torch.equal(results[out], written[arg]) for out, arg in places)
         assert not torch.equal(results[0], args[places[0][1]])
+
+
+def test_an_update_is_found_whenever_it_is_defined() -> None:
+    def lower_(param, grad):
+        param.sub_(grad)
+
+    functional, in_place = define_update("opstest_lower_(Tensor(a!) param, Tensor grad) -> ()", lower_)
+    try:
+        assert functional.name in updates() and in_place.name not in updates()
+        assert is_in_place_update(in_place.name) and not is_in_place_update(functional.name)
+        assert in_place_of(functional.name)[0] == in_place.name
+    finally:
+        for operator in (functional, in_place):
+            del OPERATORS[operator.name], KERNELS[operator.name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

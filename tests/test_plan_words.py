@@ -85,6 +85,42 @@ def test_an_axis_is_called_the_same_in_whatever_numbers_products_are() -> None:
     assert words["fp8"] == words["int8"] == words["plain"]
 
 
+@cf.operator("wordstest.experts", rule="b d, d -> b d", linear=[{0}, {1}])
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x * w
+
+
+@cf.operator("wordstest.attention_pool", rule="b [d] -> b")
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(-1)[:, 0]
+
+
+@cf.operator("wordstest.embedding", rule="v d -> v d")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def test_operators_of_others_are_not_taken_for_ours_of_a_like_name() -> None:
+    def step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return pooled(scaled(doubled(x), w) @ v)
+
+    specs = ("(dp b) d", "_", "_ (tp o)")
+    plan = cf.shard(step, cf.Mesh(dp=2, tp=2), in_specs=specs).lower(torch.randn(8, 8), torch.randn(8), torch.randn(8, 8)).plan
+    assert [use.words for use in plan.axes] == ["data parallel", "column parallel"]
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_rows_of_a_table_that_are_split_are_said_of_lookups_and_bags(bags: bool) -> None:
+    def step(table: torch.Tensor, w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding_bag(index, table, mode="sum") if bags else F.embedding(index, table).sum(1)
+        return rows @ w
+
+    index = torch.randint(0, 16, (8, 4))
+    specs = ("(tp v) _", "_ (tp o)", "_ _")
+    plan = cf.shard(step, cf.Mesh(tp=2), in_specs=specs).lower(torch.zeros(1 << 16, 64), torch.randn(64, 64), index).plan
+    assert [use.words for use in plan.axes] == ["column parallel, vocabulary parallel"]
+
+
 # ---- tables and questions ----
 
 

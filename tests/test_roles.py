@@ -1,5 +1,6 @@
 """Roles of input leaves: given by who knows, observed in the program, whatever the order of arguments and the words in paths."""
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
@@ -203,6 +204,49 @@ def test_weights_of_code_that_marks_nothing_stand_where_operators_have_weights()
 
     found = roles(logits, torch.zeros(4, 3, dtype=torch.int64), params)
     assert found.pop("ids") == "batch" and set(found.values()) == {"param"}
+
+
+def through_experts(x: Tensor, gate_up: Tensor, down: Tensor, up_bias: Tensor, down_bias: Tensor) -> Tensor:
+    index, share = torch.zeros(4, 2, dtype=torch.int64), torch.full((4, 2), 0.5, dtype=D)
+    biases = dict(gate_up_bias=up_bias, down_bias=down_bias)
+    return cf.moe.experts(x, index, share, gate_up, down, **biases)
+
+
+def through_lstm(x: Tensor, w_ih: Tensor, w_hh: Tensor) -> Tensor:
+    zeros = torch.zeros(1, 8, dtype=D)
+    return torch.lstm(x[:, None], (zeros[None], zeros[None]), (w_ih, w_hh), False, 1, 0.0, False, False, False)[0]
+
+
+def through_groups(x: Tensor, w: Tensor) -> Tensor:
+    return F.grouped_mm(x, w.transpose(1, 2), offs=torch.tensor([1, 4], dtype=torch.int32))
+
+
+def through_packed(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return torch.ops.colofunc.int8_linear(x, data, scale, bias)
+
+
+WEIGHTS: dict[Callable[..., Tensor], list[tuple[int, ...]]] = {
+    through_experts: [(3, 32, 8), (3, 8, 16), (3, 32), (3, 8)],
+    through_lstm: [(32, 8), (32, 8)],
+    through_groups: [(2, 16, 8)],
+    through_packed: [(16, 8), (16,), (16,)],
+}
+
+
+@pytest.mark.parametrize("turned", [0, 1, 2])
+@pytest.mark.parametrize("layer", WEIGHTS)
+def test_weights_of_layers_that_are_one_operator_are_parameters_in_any_order(layer: Any, turned: int) -> None:
+    parts = [rows(), *(torch.randn(*shape, dtype=D) for shape in WEIGHTS[layer])]
+    if layer is through_packed:
+        parts[1] = torch.ones(16, 8, dtype=torch.int8)
+    order = deque(range(len(parts)))
+    order.rotate(turned)
+
+    def step(*given: Tensor) -> Tensor:
+        return layer(*(given[order.index(part)] for part in range(len(parts))))
+
+    found = roles(step, *(parts[part] for part in order))
+    assert list(found.values()) == ["batch" if part == 0 else "param" for part in order]
 
 
 def by_matmul(x: Tensor, w: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.attention import attention, attention_backward
-from colofunc.ops.define import OPERATORS
+from colofunc.ops.define import OPERATORS, define
 from colofunc.ops.targets import KEEP_ORDER, RESHAPES, argument_at, is_view, keeps_order, may_copy, overload, resolve
-from colofunc.program.facts import backward_of, is_product, reads_rows, writes_rows
+from colofunc.program.facts import backward_of, is_lookup, is_product, knows_place, reads_rows, sums_rows, writes_rows
 
 X = torch.arange(24.0).view(2, 1, 12)
 CALLS: dict[str, tuple[object, ...]] = {
@@ -75,3 +75,16 @@ def test_lookups_read_rows_and_their_gradients_write_some() -> None:
     for lookup, gradient in (("aten.embedding.default", "aten.embedding_dense_backward.default"),
                              ("colofunc.embedding_bag", "colofunc.embedding_bag_backward")):  # fmt: skip
         assert reads_rows(lookup) and writes_rows(gradient) and not reads_rows(gradient) and not writes_rows(lookup)
+        assert is_lookup(lookup) and not is_lookup(gradient)
+    assert sums_rows("colofunc.embedding_bag") and not sums_rows("aten.embedding.default")
+    # Activations are indexed as well: no table stands there.
+    assert reads_rows("aten.index.Tensor") and not is_lookup("aten.index.Tensor")
+    with pytest.raises(ValueError, match="Try: one of read, summed, written"):
+        define("rows_of(Tensor x) -> Tensor", torch.clone, torch.clone, rows="reads")
+
+
+def test_operators_that_know_their_place_have_arguments_for_it() -> None:
+    drawn = {f"colofunc.random_{name}" for name in ("bits", "uniform", "normal", "bernoulli")}
+    placed = {*drawn, "colofunc.dropout", attention.name, attention_backward.name}
+    assert all(map(knows_place, placed))
+    assert not any(map(knows_place, ("colofunc.linear", "colofunc.rearrange", "aten.as_strided.default", "segment.3.0_2")))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from colofunc.ops.targets import resolve
 from colofunc.ops.update_packed import widened_moment
-from colofunc.ops.updates import UPDATES
+from colofunc.ops.updates import gradient_at, is_update
 from colofunc.program.closeness import TOLERANCE, absolute_difference
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.tracing.record import flat_results, run_node
@@ -144,7 +144,7 @@ class Allowed:
         """Behind a node of the reference: how far its results may be off, if it is an update or a sum."""
         if self.near and node.target in SUMS:
             self._terms(node, values)
-        place = UPDATES.get(node.target) if self.updates else None
+        place = gradient_at(node.target) if self.updates else None
         ref = None if place is None else node.args[place]
         if place is None or not isinstance(ref, Ref):
             return
@@ -256,6 +256,6 @@ def _after(program: Program) -> set[int]:
         outs = set(node.results)
         if any(ref in found or ref in made for ref in node.refs):
             found |= outs
-        if node.target in UPDATES:
+        if is_update(node.target):
             made |= outs
     return found

@@ -37,7 +37,7 @@ from colofunc.ops.quantized import DEQUANTIZE, FORMATS, PACKED_READERS, Quantize
 from colofunc.ops.quantized_frozen import opened_weight, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer
-from colofunc.ops.updates import UPDATES
+from colofunc.ops.updates import is_update
 from colofunc.planner.plan import matches
 from colofunc.planner.schemes import SchemeChoice
 from colofunc.planner.sharding.linked_rows import linked_rows
@@ -314,7 +314,7 @@ def _check_outputs(program: Program, names: Sequence[str]) -> None:
     """
     for id, output in zip(program.outputs, names, strict=False):
         node = program.makers.get(id)
-        if node is None or node.target not in (*UPDATES, *SUMS):
+        if node is None or not (is_update(node.target) or node.target in SUMS):
             continue
         weight = _widened_from(program, node.refs[0])
         if weight is None:
@@ -322,7 +322,7 @@ def _check_outputs(program: Program, names: Sequence[str]) -> None:
         # Of "out.1.up.weight" and "params.up.weight", what lies within the output and within the argument.
         within_output, within_argument = output.split(".", 2)[2:], weight.split(".", 1)[1:]
         has_its_name = bool(within_output and within_argument) and same_weight(within_output[0], within_argument[0])
-        if node.target in UPDATES or has_its_name:
+        if is_update(node.target) or has_its_name:
             raise _trained(weight, output)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
+from colofunc.mesh import curves
 
 NAMESPACE = "colofunc"
 # Fragments live as long as these objects: they are the registration itself.
@@ -44,6 +45,11 @@ KINDS: Mapping[str, str] = {
     "effect": "something is shown or handed on when a step comes there; it has no result",
 }
 """Kinds of operators that executors write themselves."""
+
+WORK = tuple(kind for kind in curves.KINDS if kind not in ("product", "update"))
+"""What `define` is told as `work`; products and updates have words of their own."""
+ROWS = ("read", "summed", "written")
+"""What an operator does with few rows of a table, which `define` is told as `rows`."""
 
 Where = Callable[[Mapping[str, Any]], bool]  # arguments by name -> whether
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
@@ -70,6 +76,7 @@ class Operator:
     as_product: str = ""
     weights: tuple[int, ...] = ()
     rows: str = ""
+    work: str = ""
     # `op` for who calls it for small tensors, arguments by position
     bare: Callable[..., Any] = attrs.field(init=False, repr=False)
 
@@ -106,6 +113,7 @@ def define(
     as_product: str = "",
     weights: tuple[int, ...] = (),
     rows: str = "",
+    work: str = "",
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -133,10 +141,15 @@ def define(
 
     `weights`: positions, among the tensors that it is given, of those that are weights.
 
-    `rows`: "read", few rows of its first operand; "written", few rows of its result, which are given to it.
+    `rows`: "read", few rows of its first operand, a table, at the indices of its second; "summed", the same, and each row
+    of its result is a sum of them; "written", few rows of its result, which are given to it.
+
+    `work`: which kind of kernel it is, one of `WORK`, where a machine has rates of kinds; what says nothing counts as
+    elementwise, by the bytes that it reads and writes.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
+    check_words(schema, rows, work)
     name = schema.split("(", 1)[0].strip()
     if library is None:
         if namespace not in LIBRARIES:
@@ -173,9 +186,17 @@ def define(
         as_product,
         weights,
         rows,
+        work,
     )
     OPERATORS[operator.name] = operator
     return operator
+
+
+def check_words(schema: str, rows: str, work: str) -> None:
+    """Raises ValueError where a definition says of `rows` or `work` what is none of their words."""
+    for argument, word, words in (("rows", rows, ROWS), ("work", work, WORK)):
+        if word and word not in words:
+            raise ValueError(f"{schema}: {argument} is {word!r}. Try: one of {', '.join(words)}")
 
 
 def define_update(

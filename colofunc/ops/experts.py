@@ -302,7 +302,12 @@ experts_weight_gradients = define(
     _experts_weight_gradients, _weight_gradients_fake, product=True,
 )  # fmt: skip
 experts = define(
-    f"experts({_OPERANDS}, {_OPTIONS}, {_LAST}) -> Tensor", _experts, _experts_fake, (_save, _gradient), product=True
+    f"experts({_OPERANDS}, {_OPTIONS}, {_LAST}) -> Tensor",
+    _experts,
+    _experts_fake,
+    (_save, _gradient),
+    product=True,
+    weights=(3, 4, 5, 6),
 )
 
 

@@ -100,7 +100,7 @@ def _cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.uint8)
 
 
-abs_max = define("abs_max(Tensor x, int[]? dims) -> Tensor", _abs_max, _abs_max_fake, own_memory=True)
+abs_max = define("abs_max(Tensor x, int[]? dims) -> Tensor", _abs_max, _abs_max_fake, own_memory=True, work="reduction")
 fp8_scale = define(
     "fp8_scale(Tensor amax, float largest, bool power_of_2) -> Tensor", _scale, _scale_fake, own_memory=True,
 )  # fmt: skip

@@ -81,15 +81,22 @@ def _embedding_add_(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: i
 
 
 log_softmax_ = define(
-    "log_softmax_(Tensor(a!) x, int dim) -> ()", _log_softmax_, nothing, for_compilers=_log_softmax_over_
+    "log_softmax_(Tensor(a!) x, int dim) -> ()",
+    _log_softmax_,
+    nothing,
+    for_compilers=_log_softmax_over_,
+    work="softmax",
 )
 cross_entropy_dx_ = define(
     "cross_entropy_dx_(Tensor(a!) log_p, Tensor grad, Tensor target, int reduction, int ignore_index, Tensor total) -> "
     "()",
-    _cross_entropy_dx_, nothing, for_compilers=_cross_entropy_dx_over_,
+    _cross_entropy_dx_, nothing, for_compilers=_cross_entropy_dx_over_, work="softmax",
 )  # fmt: skip
 embedding_add_ = define(
-    "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_add_, nothing
+    "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()",
+    _embedding_add_,
+    nothing,
+    work="gather",
 )
 
 

@@ -86,6 +86,7 @@ grouped_mm = define(
     _grouped_mm_fake,
     (_save, _gradient),
     product=True,
+    weights=(1,),
 )
 grouped_mm_dw = define(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor offs) -> Tensor", _grouped_mm_dw,

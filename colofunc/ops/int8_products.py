@@ -114,7 +114,9 @@ def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.int8)
 
 
-row_size = define("row_size(Tensor x, float threshold) -> Tensor", _row_size, _row_size_fake, own_memory=True)
+row_size = define(
+    "row_size(Tensor x, float threshold) -> Tensor", _row_size, _row_size_fake, own_memory=True, work="reduction"
+)
 int8_rows = define(
     "int8_rows(Tensor x, Tensor size, float threshold) -> Tensor", _int8_rows, _int8_rows_fake, own_memory=True,
 )  # fmt: skip
@@ -243,10 +245,12 @@ def _int8_rows_linear_fake(
     return rows.new_empty((*rows.shape[:-1], data.shape[0]), dtype=dtype)
 
 
+# The bias is behind rows that may be missing, so that no position is its own.
 int8_rows_linear = define(
     "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, "
     "ScalarType dtype) -> Tensor",
     _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True, backward_products=("colofunc.int8_linear_dx",),
+    weights=(1, 2),
 )  # fmt: skip
 
 PRODUCT = int8_rows_linear.name

@@ -117,7 +117,7 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 lstm = define(
     "lstm(Tensor gates, Tensor h0, Tensor c0, Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _lstm, _lstm_fake, (_save, _gradient),
-    product=True,
+    product=True, weights=(3,),
 )  # fmt: skip
 lstm_backward = define(
     "lstm_backward(Tensor grad, Tensor grad_c, Tensor c0, Tensor w, Tensor cells, Tensor opened) -> (Tensor, Tensor, "

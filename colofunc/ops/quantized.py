@@ -373,6 +373,7 @@ def _operators(form: Format) -> Operators:
             own_memory=True,
             product=True,
             backward_products=(f"{NAMESPACE}.{form.name}_linear_dx",),
+            weights=tuple(range(1, count + 2)),
         ),
         define(
             f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor",

@@ -78,6 +78,11 @@ def _squares_host_(out: Tensor, x: Tensor) -> None:
 
 
 sum_of_squares = define(
-    "sum_of_squares(Tensor x) -> Tensor", _sum_of_squares, _fake, (_save, _backward), for_compilers=written_out
+    "sum_of_squares(Tensor x) -> Tensor",
+    _sum_of_squares,
+    _fake,
+    (_save, _backward),
+    for_compilers=written_out,
+    work="reduction",
 )
 squares_host_ = define("squares_host_(Tensor(a!) out, Tensor x) -> ()", _squares_host_, nothing)

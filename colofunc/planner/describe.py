@@ -26,11 +26,13 @@ from math import prod
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.sharding.classes import starred
-from colofunc.program.facts import is_product
+from colofunc.program.facts import BATCHED_PRODUCTS, CONVOLUTIONS, is_lookup, is_product, weight_operands
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
+from colofunc.spec.rules.attention_call import AttentionCall
 
 NAMED = 3
 """At most this many operators are named in a line."""
@@ -38,6 +40,8 @@ WORTH_NAMING = 0.1
 """A plan names the products that are whole on every rank where they are at least this share of the work."""
 FACTOR = re.compile(r"[a-z]{1,2}\d*|whole")  # of a rule; a plugin calls its patterns by longer words
 UNUSED = "unused: every rank computes everything"
+STREAM = frozenset(("aten.add.Tensor", "aten.native_layer_norm.default"))
+"""What stands between the heavy operators of a network: sums of a residual stream, and its norms."""
 KINDS = ("batch", "sequence", "column", "row", "heads", "whole")
 
 
@@ -81,13 +85,12 @@ def repeated_products(program: Program, mesh: Mesh, strategies: Sequence[Strateg
     whole: dict[str, float] = {}
     total = 0.0
     for node, strategy in zip(program.nodes, strategies, strict=True):
-        name = _name(node)
-        if not _is_heavy(node, name, strategy):
+        if not _is_heavy(node, strategy):
             continue
         weight = _weight(program, node)
         total += weight
-        if axis_kind(name, strategy, axis) == "whole":
-            said = f"{name} in {starred(node.path)!r}"
+        if axis_kind(node.target, strategy, axis) == "whole":
+            said = f"{_name(node.target)} in {starred(node.path)!r}"
             whole[said] = whole.get(said, 0.0) + weight
     share = sum(whole.values()) / total if total else 0.0
     if not WORTH_NAMING <= share < 1:
@@ -101,17 +104,17 @@ def repeated_products(program: Program, mesh: Mesh, strategies: Sequence[Strateg
     )
 
 
-def _name(node: Node) -> str:
-    """`aten.mm.default` -> `mm`."""
-    return node.target.split(".")[1] if "." in node.target else node.target
+def _name(target: str) -> str:
+    """As people read it: `aten.mm.default` -> `mm`."""
+    return target.split(".")[1] if "." in target else target
 
 
-def _is_heavy(node: Node, name: str, strategy: Strategy) -> bool:
+def _is_heavy(node: Node, strategy: Strategy) -> bool:
     """Whether an operator is one by whose work an axis is named: a product, in whatever numbers its definition has it,
     or attention. Experts have a word of their own.
     """
-    does_work = is_product(node.target) or name.startswith("attention")
-    if node.phase != "forward" or not does_work or name == "experts":
+    does_work = is_product(node.target) or node.target in AttentionCall.TARGETS
+    if node.phase != "forward" or not does_work or node.target == EXPERTS:
         return False
     return bool(strategy.ins) and strategy.outs[0] is not None
 
@@ -226,25 +229,24 @@ def shares(
     attention: dict[str, float] = {}
     products: dict[str, float] = {}
     for node, strategy in zip(program.nodes, strategies, strict=True):
-        name = _name(node)
         out = strategy.outs[0] if strategy.outs else None
-        if _is_heavy(node, name, strategy):
+        if _is_heavy(node, strategy):
             weight = _weight(program, node)
-            work[axis_kind(name, strategy, axis)] += weight
-            tally = attention if name.startswith("attention") else products
+            work[axis_kind(node.target, strategy, axis)] += weight
+            tally = attention if node.target in AttentionCall.TARGETS else products
             factor = dict(strategy.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
-        elif name == "experts":
-            experts |= axis in axes_of(strategy.ins[3].dims[0])
-        elif name == "embedding" and strategy.ins:
-            tables = [layout for layout in strategy.ins if len(layout.shape) == 2]
-            vocabulary |= any(axis in axes_of(table.dims[0]) for table in tables)
+        elif node.target == EXPERTS:
+            first_weight = weight_operands(EXPERTS)[0]
+            experts |= axis in axes_of(strategy.ins[first_weight].dims[0])
+        elif is_lookup(node.target) and strategy.ins:
+            vocabulary |= axis in axes_of(strategy.ins[0].dims[0])
         elif node.phase == "forward" and out is not None:
-            if name in ("add", "layer_norm", "native_layer_norm"):
+            if node.target in STREAM:
                 _count(stream, out, any(axis in axes_of(dim) for dim in out.dims[1:-1]))
             else:
                 _count(other_work, out, axis in out.axes)
-        if masters and name == "_to_copy":  # already reduced to what updates the masters
+        if masters and node.target == "aten._to_copy.default":  # already reduced to what updates the masters
             continue
         for id, layout in zip(node.outs, strategy.outs, strict=True):
             if id is not None and layout is not None and program.values[id].role == "grad":
@@ -284,7 +286,7 @@ def _most(weights: Mapping[str, float]) -> str:
     return ""
 
 
-def axis_kind(name: str, strategy: Strategy, axis: str) -> str:
+def axis_kind(target: str, strategy: Strategy, axis: str) -> str:
     """batch, sequence, column, row, heads or whole: where the axis lies on operand 0 and result 0."""
     operand, result = strategy.ins[0], strategy.outs[0]
     assert result is not None
@@ -297,18 +299,18 @@ def axis_kind(name: str, strategy: Strategy, axis: str) -> str:
         # Rows (b (cp s)) that are flat: the batch is the major atom, and the axis splits the sequence.
         if number == 0 and rank == 2 and next(on for size, on in dim if size > 1) is None:
             return "sequence"
-        return _dim_word(name, number, rank)
+        return _dim_word(target, number, rank)
     return "row" if axis in operand.axes else "whole"
 
 
-def _dim_word(name: str, number: int, dims: int) -> str:
+def _dim_word(target: str, number: int, dims: int) -> str:
     """What dim `number` of an operator's result is."""
     words: tuple[str, ...]
-    if name.startswith("convolution"):
+    if target in CONVOLUTIONS:
         words, rest = ("batch", "column"), "sequence"
-    elif name.startswith("attention"):
+    elif target in AttentionCall.TARGETS:
         words, rest = ("batch", "heads"), "sequence"
-    elif name in ("bmm", "baddbmm"):
+    elif target in BATCHED_PRODUCTS:
         words, rest = ("batch", "sequence"), "column"
     elif number == dims - 1:
         return "column"

@@ -30,6 +30,7 @@ other arguments too: steps that use it are traced again. Another function under 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import PluginError
-from colofunc.ops.define import KERNELS, Operator, define
+from colofunc.ops.define import KERNELS, Operator, check_words, define
 from colofunc.ops.define import OPERATORS as DEFINED
 from colofunc.ops.targets import forget_targets
 from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
@@ -97,6 +98,10 @@ def operator(
     linear: Iterable[Iterable[int]] = (),
     mults: bool = False,
     backward: Backward | None = None,
+    backward_products: Sequence[str] = (),
+    weights: Sequence[str] = (),
+    rows: str = "",
+    work: str = "",
 ) -> Callable[[Reference], PluginOperator]:
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
 
@@ -107,6 +112,19 @@ def operator(
     `inputs` are all arguments, `outputs` and `grads` look like what the reference returns. With `mults`, given here
     also where the rule is a function, its results count as products: the policy "dots" keeps them. Raises PluginError
     where name, signature and rule do not fit together.
+
+    What else plans know of an operator stands here, too:
+
+    `weights`: names of the tensor arguments that are weights. What a step that marks and differentiates nothing gives
+    for them is a parameter, wherever it stands.
+
+    `rows`: "read", it looks few rows of its first tensor, a table, up at the indices of its second; "summed", and each
+    row of its result is a sum of them; "written", it writes few rows of its result, as the gradient of a table.
+
+    `work`: its kind, where a machine has rates of kinds: "transcendental", "normalisation", "softmax", "reduction" or
+    "gather"; else "elementwise", by the bytes that it reads and writes.
+
+    `backward_products`: of a product with a `backward` of its own, the operators that make its gradients, by name.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
@@ -114,16 +132,34 @@ def operator(
             f'cf.operator: {name!r} is no name for an operator. Try: "mylib.gated", with a library name of your own'
         )
 
+    try:
+        check_words(f"cf.operator {name!r}", rows, work)
+    except ValueError as error:
+        raise PluginError(str(error)) from None
+    if backward_products and not mults:
+        raise PluginError(
+            f"cf.operator {name!r}: backward_products are of an operator that multiplies matrices. Try: mults=True"
+        )
+
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
         schema = _schema(name, short, reference)
+        positions = _positions(name, schema, weights)
+        _check_rows(name, schema, rows)
         rule_fn = rule
         if isinstance(rule, str):
             _check_rule(name, rule, schema)
             of_text = repeated if "Tensor[]" in schema else pattern
             rule_fn = of_text(rule, reduce=reduce, linear=linear, mults=mults)
         defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
-        DEFINED[name] = attrs.evolve(defined, product=mults)
+        DEFINED[name] = attrs.evolve(
+            defined,
+            product=mults,
+            backward_products=tuple(backward_products),
+            weights=positions,
+            rows=rows,
+            work=work,
+        )
         plain = _by_position(reference, signature)
         REGISTERED.pop(name, None)
         if callable(rule_fn):
@@ -266,6 +302,44 @@ def _schema(name: str, short: str, reference: Reference) -> str:
     if returned != "Tensor[]" and not tensors_only:
         raise PluginError(f"cf.operator {name!r} returns something else than tensors: {returned}. Try: tensors")
     return schema
+
+
+def _positions(name: str, schema: str, weights: Sequence[str]) -> tuple[int, ...]:
+    """The positions, among the tensors that an operator is given, of the arguments that are weights.
+
+    Raises PluginError for names of no tensor, and where a position would depend on what a call leaves out.
+    """
+    kinds = {argument: kind for kind, argument in _tensors(schema)}
+    for weight in weights:
+        if weight not in kinds:
+            raise PluginError(f"cf.operator {name!r}: weights names {weight!r}. Try: one of {', '.join(kinds)}")
+    names = list(kinds)
+    # From the first that may be missing, or is a list, positions are those of weights only where all are.
+    always = [kind == "Tensor" for kind in kinds.values()]
+    behind = names[always.index(False) :] if False in always else []
+    loose = [weight for weight in behind if weight in weights]
+    if loose and (len(loose) < len(behind) or any("[]" in kinds[weight] for weight in loose)):
+        raise PluginError(
+            f"cf.operator {name!r}: the weight {loose[0]!r} is a list, or stands beside tensors that a call may leave "
+            "out. Try: weights in front of them"
+        )
+    return tuple(names.index(weight) for weight in weights)
+
+
+def _tensors(schema: str) -> list[tuple[str, str]]:
+    """(kind, name) of the arguments of a schema that are tensors: "Tensor", "Tensor?" or "Tensor[]"."""
+    left = schema.rsplit("->", 1)[0]
+    return re.findall(r"(Tensor\S*) (\w+)", left)
+
+
+def _check_rows(name: str, schema: str, rows: str) -> None:
+    """Raises PluginError where an operator that looks rows up does not begin with a table and its indices."""
+    kinds = [kind for kind, _ in _tensors(schema)]
+    if rows in ("read", "summed") and kinds[:2] != ["Tensor", "Tensor"]:
+        raise PluginError(
+            f"cf.operator {name!r}: rows={rows!r} is of a table and its indices, the tensors are {kinds}. "
+            "Try: (table: Tensor, index: Tensor, ...)"
+        )
 
 
 def _check_rule(name: str, rule: str, schema: str) -> None:

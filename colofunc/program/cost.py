@@ -318,7 +318,7 @@ def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
         return 0.0, 0.0, dtype
     # An elementwise operator does one operation for each element of the largest tensor.
     flops = float(max((prod(each.shape) for each in types), default=0))
-    rule = None if call.target.startswith("colofunc.all_") else rule_of(_as_function(call))
+    rule = None if _sort_of(call.target) == WIRED else rule_of(_as_function(call))
     if rule is not None and rule.flops is not None:
         flops = float(rule.flops)
     moved = float(sum(each.nbytes for each in types))

@@ -48,6 +48,7 @@ AS_PRODUCTS = {
 }
 # Those of matrices, alone or as many as a batch has -> the position of the second factor among their tensors.
 SECOND_FACTORS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.bmm.default": 1, "aten.baddbmm.default": 2}
+CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 BATCHED_PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
 # Operators of torch with weights -> the positions of these among their tensors.
 WEIGHTS = {
@@ -57,9 +58,12 @@ WEIGHTS = {
     "aten.native_group_norm.default": (1, 2),
     "aten._fused_rms_norm.default": (1,),
 }
-# Operators of torch that read, and that write, few rows of a table.
-READ_ROWS = frozenset(("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"))
+# Operators of torch that look rows of a table up, that read few rows of whatever they are given, and that write few.
+LOOKUPS = frozenset(("aten.embedding.default",))
+READ_ROWS = LOOKUPS | {"aten.index_select.default", "aten.index.Tensor"}
 WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
+# What random operators are told of the place of their part: (name, type) of arguments, in this order.
+PLACE = (("sizes", "List[int]"), ("strides", "List[int]"), ("offset", "Optional[Tensor]"))
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
@@ -112,7 +116,21 @@ def weight_operands(target: str) -> tuple[int, ...]:
 def reads_rows(target: str) -> bool:
     """Whether an operator reads few rows of its first operand."""
     operator = OPERATORS.get(target)
-    return target in READ_ROWS if operator is None else operator.rows == "read"
+    return target in READ_ROWS if operator is None else operator.rows in ("read", "summed")
+
+
+def sums_rows(target: str) -> bool:
+    """Whether each row of an operator's result is a sum of rows of its first operand, at the indices of its second."""
+    operator = OPERATORS.get(target)
+    return operator is not None and operator.rows == "summed"
+
+
+def is_lookup(target: str) -> bool:
+    """Whether an operator looks rows of a table up, its first operand, by themselves or as bags that are summed.
+
+    Reading rows by index alone is none: torch does so with activations as well.
+    """
+    return target in LOOKUPS if OPERATORS.get(target) is None else reads_rows(target)
 
 
 def writes_rows(target: str) -> bool:
@@ -139,6 +157,18 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     if base != name and (base in WIRE or base in COPIES):
         return base, True
     return None
+
+
+@cache
+def knows_place(target: str) -> bool:
+    """Whether an operator draws random numbers by where its part lies in the global tensor, which `sizes`, `strides` and
+    `offset` say.
+    """
+    operator = OPERATORS.get(target)
+    if operator is None:
+        return False
+    arguments = [(argument.name, str(argument.type)) for argument in operator.op._schema.arguments]
+    return all(argument in arguments for argument in PLACE)
 
 
 def is_wire(node: Node) -> bool:

@@ -26,7 +26,7 @@ from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
 from colofunc.ops.dtypes import Policy
-from colofunc.ops.updates import UPDATES
+from colofunc.ops.updates import gradient_at
 from colofunc.program.ir import Program, Ref
 from colofunc.program.tracing.kept import state_of
 from colofunc.program.tracing.tree import map_tensors, walk_keys
@@ -264,7 +264,7 @@ def _gradients(program: Program) -> list[int]:
     """What updates read, whose own bounds say how far the update may be off."""
     found = []
     for node in program.nodes:
-        place = UPDATES.get(node.target)
+        place = gradient_at(node.target)
         if place is not None and isinstance(node.args[place], Ref):
             found.append(node.args[place].id)
     return found

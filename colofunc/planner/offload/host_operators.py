@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from colofunc.errors import PlanError, near
-from colofunc.ops.updates import IN_PLACE
+from colofunc.ops.updates import is_in_place_update
 from colofunc.planner.offload.trace import LITTLE, Ground
 from colofunc.planner.offload.updates import CAST, may_run_on_host
 from colofunc.program.facts import reads_rows, writes_rows, written
@@ -176,7 +176,7 @@ def _is_cast(ground: Ground, position: int, storage: int, readers: Iterable[int]
 
 
 def _updates(ground: Ground, position: int) -> bool:
-    return ground.program.nodes[position].target in IN_PLACE
+    return is_in_place_update(ground.program.nodes[position].target)
 
 
 def _free(ground: Ground, position: int, placed: Mapping[int, str | None]) -> bool:
@@ -210,5 +210,5 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
 
 
 def _name(node: Node) -> str:
-    """`aten.mul.out` -> `mul`."""
-    return node.target.split(".")[1]
+    """Of an operator of torch: `aten.mul.out` -> `mul`; "" of all others."""
+    return node.target.split(".")[1] if node.target.startswith("aten.") else ""

@@ -23,10 +23,10 @@ import attrs
 import numpy as np
 
 from colofunc.mesh import Mesh
-from colofunc.ops.updates import IN_PLACE
+from colofunc.ops.updates import is_in_place_update
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
 from colofunc.planner.offload.timeline import TraceLanes, play
-from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, reads_rows, written
+from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, reads_rows, sums_rows, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
@@ -118,16 +118,13 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
     return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
 
 
-BAG = "colofunc.embedding_bag"
-
-
 def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
     values, outs = program.values, node.results
     if not reads_rows(node.target):
         return sum(values[id].nbytes for id in (*node.refs, *written(node), *outs))
     moved = sum(values[id].nbytes for id in (*node.refs[1:], *outs))
-    if node.target == BAG:  # reads a row for each index, and writes one for each bag
+    if sums_rows(node.target):  # reads a row for each index, and writes one for each bag
         table, index = values[node.refs[0]], values[node.refs[1]]
         return moved + prod(index.shape) * table.shape[1] * table.dtype.itemsize
     return moved + sum(values[id].nbytes for id in outs)
@@ -138,7 +135,7 @@ def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
     device."""
     touched, device = _touched(node, program), mesh.topology.device
     # Bound by memory, however slow it was measured on the device.
-    if node.target in IN_PLACE or is_pointwise(node.target):
+    if is_in_place_update(node.target) or is_pointwise(node.target):
         return mesh.host_s(touched)
     moved_s = touched / device.memory_bytes_per_s
     work_s = device_s - device.launch_s

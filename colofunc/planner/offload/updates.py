@@ -21,7 +21,7 @@ from itertools import accumulate
 
 import attrs
 
-from colofunc.ops.updates import IN_PLACE
+from colofunc.ops.updates import is_in_place_update
 from colofunc.planner.offload.trace import Ground
 from colofunc.program.facts import is_pointwise, kind_of, takes_device, written
 from colofunc.program.ir import Node
@@ -101,7 +101,7 @@ def updates_of(ground: Ground) -> list[Update]:
     for position in reversed(range(len(nodes))):
         node = nodes[position]
         writes_state = node.target == WRITE and home[node.refs[0]] in state
-        if node.target in IN_PLACE or writes_state:
+        if is_in_place_update(node.target) or writes_state:
             owner[position] = position
             continue
         # A node belongs to an update if all that read it do, and to one only.
@@ -156,7 +156,7 @@ def _update(ground: Ground, positions: Sequence[int]) -> Update:
     ids: list[int] = []
     for position in positions:
         node = program.nodes[position]
-        if node.target in IN_PLACE or node.target == WRITE:
+        if is_in_place_update(node.target) or node.target == WRITE:
             writers.append(position)
             ids += written(node)
     storages = frozenset(ground.lies.home[id] for id in ids)

@@ -37,7 +37,7 @@ from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.product_forms import Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
-from colofunc.program.facts import backward_of, matrix_products
+from colofunc.program.facts import backward_of, is_lookup, matrix_products
 from colofunc.program.ir import Node, Program
 from colofunc.spec.rule import Factors, Rule
 
@@ -209,7 +209,7 @@ def work(program: Program, rules: Rules) -> dict[int, int]:
 
 def _is_weight(program: Program, makers: Mapping[int, Node], id: int) -> bool:
     """Whether a value is a weight, or what was chosen from one by index (an expert's matrices)."""
-    while id in makers and not is_lookup(makers[id]):
+    while id in makers and not is_lookup(makers[id].target):
         read = _carried(makers[id])
         numbers = [ref for ref in read if len(read) == 1 or program.values[ref].dtype.is_floating_point]
         if len(numbers) != 1:
@@ -218,16 +218,11 @@ def _is_weight(program: Program, makers: Mapping[int, Node], id: int) -> bool:
     return program.values[id].role in ("param", "frozen")
 
 
-def is_lookup(node: Node) -> bool:
-    """Whether an operator looks rows of its first operand up by index, and can where each rank has some of the rows."""
-    return node.target.startswith("aten.embedding.") or node.target == "colofunc.embedding_bag"
-
-
 def tables(program: Program) -> list[int]:
     """Values whose rows are looked up by index, by themselves or as bags that are summed, in the order of their
     lookups.
     """
-    read = [node.refs[0] for node in program.nodes if node.phase == "forward" and is_lookup(node)]
+    read = [node.refs[0] for node in program.nodes if node.phase == "forward" and is_lookup(node.target)]
     return list(dict.fromkeys(read))
 
 

@@ -25,7 +25,7 @@ from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
 from colofunc.ops.targets import argument_at, argument_names
-from colofunc.program.facts import sides
+from colofunc.program.facts import knows_place, sides
 from colofunc.program.ir import map_refs
 from colofunc.spec.layout import Dim, Layout, make_layout
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
@@ -34,19 +34,13 @@ from colofunc.spec.rules.local import rerun
 
 RuleOf = Callable[[Call], Rule | None]
 
-# Random operators with arguments `sizes`, `strides` and `offset`, in this order; those that make a tensor have `shape`.
-PLACED = (
-    "colofunc.random_bits", "colofunc.random_uniform", "colofunc.random_normal", "colofunc.random_bernoulli",
-    "colofunc.dropout", *AttentionCall.TARGETS,
-)  # fmt: skip
-
 
 def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:
     """The rule of one call of a local program; None where it has to run whole."""
     own = _RULES.get(call.target)
     if own is not None:
         return own(call)
-    if call.target in PLACED and _is_placed(call):
+    if knows_place(call.target) and _is_placed(call):
         return _placed(call, rule_of)
     return rule_of(call)
 
@@ -312,11 +306,11 @@ def _place_dims(
     call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]
 ) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
     """Dims (over time) of the tensor whose elements are counted, and its shape."""
-    if "attention" not in call.target:
+    if call.target not in AttentionCall.TARGETS:
         assert outs[0] is not None
         return outs[0].dims, outs[0].shape
     # The weights (b, h, queries, keys). The backward operator has the gradient in front of its queries.
-    first = 1 if "backward" in call.target else 0
+    first = 1 if call.target == AttentionCall.BACKWARD else 0
     query, key = ins[call.args[first].id], ins[call.args[first + 1].id]
     keys = key.shape[2]
     return (*query.dims[:3], ((keys, None),)), (*query.shape[:3], keys)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from colofunc.ops.updates import UPDATES
+from colofunc.ops.updates import is_update, updates
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
 from colofunc.spec.rules.pattern import RuleFn, dims_of
 from colofunc.spec.rules.updates import RULES as OF_BLOCKS
@@ -130,7 +130,7 @@ def pointwise(call: Call) -> Rule | None:
         elif typ.shape == (0,):  # a result that is not asked for (a maximum without amsgrad)
             copied |= {(n, f) for f in sizes}
             outs.append((("none",),))
-        elif typ.shape == () and call.target in UPDATES:  # a number that an optimizer keeps beside its tensors
+        elif typ.shape == () and is_update(call.target):  # a number that an optimizer keeps beside its tensors
             copied |= {(n, f) for f in sizes}
             outs.append(())
         else:
@@ -261,10 +261,10 @@ def is_pointwise(call: Call) -> bool:
     """Tagged so by torch, or listed above."""
     space, _, rest = call.target.partition(".")
     name, _, overload = rest.partition(".")
-    if name in UNTAGGED:
-        return True
     if space not in ("aten", "prims"):
         return False
+    if name in UNTAGGED:
+        return True
     packet = getattr(getattr(torch.ops, space), name, None)
     op = getattr(packet, overload or "default", None) if packet is not None else None
     return op is not None and torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
@@ -276,5 +276,6 @@ RULES: dict[str, RuleFn] = {
         for name in sorted({*LINEAR, *MONOTONE, *UNTAGGED, "masked_fill", "clamp", "native_dropout_backward"})
     },
     "prims.convert_element_type": pointwise,
-    **{name: pointwise for name in UPDATES if name not in OF_BLOCKS},  # every state tensor has the parameter's factors
+    # Every state tensor has the parameter's factors.
+    **{name: pointwise for name in updates() if name not in OF_BLOCKS},
 }
