@@ -264,6 +264,22 @@ def test_two_transforms_that_say_how_a_step_lies_are_an_error_in_both_orders() -
     assert cf.ext.stage(torch.sin, on_four).mesh == cf.Mesh(dp=4)
 
 
+def test_two_transforms_that_place_an_input_otherwise_are_an_error() -> None:
+    def at(index: int) -> cf.ext.Transform:
+        placed = cf.ext.Constraints(at={0: ("dp", (index,))})
+        return cf.ext.Transform(f"at_{index}", constrain=lambda build: build.evolve(constraints=build.constraints | placed))
+
+    def lowered(*places: cf.ext.Transform) -> str:
+        step = cf.shard(torch.sin, cf.Mesh(dp=2))
+        for place in places:
+            step = cf.ext.stage(step, place)
+        return str(step.lower(torch.ones(4)).input_layouts[0].text())
+
+    assert "@dp=1" in lowered(at(1))
+    with pytest.raises(cf.PlanError, match=r"input 0 of a step is to exist at dp = \(0,\) and at dp = \(1,\)"):
+        lowered(at(0), at(1))
+
+
 def test_the_command_plans_for_the_mesh_of_whichever_transform_says_it() -> None:
     on_four = cf.ext.Transform("on_four", sharding=cf.ext.Sharding(cf.Mesh(dp=4)))
     planned = step_on_machine(cf.ext.stage(torch.sin, on_four), {}, lambda mesh: mesh, [])

@@ -125,7 +125,19 @@ class Constraints:
         return attrs.evolve(self, items=items)
 
     def __or__(self, other: Constraints) -> Constraints:
-        """Both: every test of either."""
+        """Both: every test of either. Raises PlanError where they place an input, or cut the step in stages, otherwise."""
+        if self.stages is not None and other.stages is not None and self.stages != other.stages:
+            raise PlanError(
+                f"a step has one pipeline, and two are asked for: over {self.stages.axis!r} and over "
+                f"{other.stages.axis!r}. Try: one transform that says the stages"
+            )
+        for position in self.at.keys() & other.at.keys():
+            if self.at[position] != other.at[position]:
+                (axis, here), (other_axis, there) = self.at[position], other.at[position]
+                raise PlanError(
+                    f"input {position} of a step is to exist at {axis} = {here} and at {other_axis} = {there}. Try: one "
+                    "transform that says where it is"
+                )
         items = dict(self.items)
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
@@ -138,7 +150,7 @@ class Constraints:
             scatter={**self.scatter, **other.scatter},
             at={**self.at, **other.at},
             terms=self.terms | other.terms,
-            stages=self.stages or other.stages,
+            stages=other.stages if self.stages is None else self.stages,
         )
 
 
