@@ -509,6 +509,9 @@ def weighted(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, y:
         (dict(work="sums"), "work is 'sums'. Try: one of elementwise, transcendental, "),
         (dict(rows="some"), "rows is 'some'. Try: one of read, summed, written"),
         (dict(backward_products=["opstest.dx"]), "Try: mults=True"),
+        (dict(backward_products=["opstest.dx"], mults=True), "names 'opstest.dx'. Try: an operator that is defined"),
+        (dict(backward_products="aten.mm.default", mults=True), "Try: backward_products=('aten.mm.default',)"),
+        (dict(weights="w"), "Try: weights=('w',)"),
     ],
 )
 def test_facts_that_do_not_fit_are_refused(more: Any, message: str) -> None:

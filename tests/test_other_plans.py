@@ -115,7 +115,7 @@ def test_what_was_asked_for_is_no_guess(tmp_path: Path) -> None:
     state = STEPS["ZeRO-3"](fn).init(plain, rows())
     cf.save(tmp_path / "state", state)
     step = STEPS["tensor"](fn)
-    words = r"clashes with state\.params\.\d\.weight already lies as .* \(step\.init\(state, \.\.\.\) places a state anew\)"
+    words = r"clashes with state\.params\.\d\.weight already lies as .* \(step\.init\(state, \.\.\.\) places a state anew; donate="
     asked = cf.load(tmp_path / "state", mesh=MESH, specs="(pp dp a) ...")
     for given in (state, asked, cf.load(tmp_path / "state", like=state)):
         with pytest.raises(cf.PlanError, match=words):

@@ -317,16 +317,80 @@ def test_momentum_and_statistics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(2))))
-def test_what_comes_back_is_no_batch_wherever_it_stands(order: tuple[int, ...]) -> None:
-    def write(*given: Any) -> Any:
-        cache, row = (given[order.index(k)] for k in range(2))
-        new = {"keys": torch.cat([cache["keys"][1:], row]), "scale": cache["scale"]}
-        out = (new["keys"] * new["scale"]).sum(0)
-        return tuple((new, out)[k] for k in order)
+def test_what_comes_back_beside_weights_is_known_wherever_it_stands(order: tuple[int, ...]) -> None:
+    def step(*given: Any) -> Any:
+        state, x = (given[order.index(k)] for k in range(2))
+        loss, grad = cf.value_and_grad(lambda w: ((x @ w * state["fixed"] - state["mean"]) ** 2).mean())(state["w"])
+        new = {"w": state["w"] - 0.1 * grad, "mean": 0.9 * state["mean"] + 0.1 * x.mean(), "fixed": state["fixed"]}
+        return tuple((new, loss)[k] for k in order)
 
-    arguments = [{"keys": torch.randn(4, 8), "scale": torch.ones(8)}, torch.randn(1, 8)]
-    cache, row = (f"given.{order.index(k)}" for k in range(2))
-    assert roles(write, *(arguments[k] for k in order)) == {f"{cache}.keys": "buffer", f"{cache}.scale": "frozen", row: "batch"}
+    arguments = [{"w": torch.randn(8, 8), "mean": torch.zeros(()), "fixed": torch.ones(8)}, torch.randn(4, 8)]
+    state, x = (f"given.{order.index(k)}" for k in range(2))
+    found = roles(step, *(arguments[k] for k in order))
+    assert found == {f"{state}.w": "param", f"{state}.mean": "buffer", f"{state}.fixed": "frozen", x: "batch"}
+
+
+def test_a_dict_that_comes_back_where_no_weights_are_known_is_the_batch() -> None:
+    def centred(mean: Tensor, batch: Any) -> Any:
+        return {"x": batch["x"] - mean, "y": batch["y"] * 2}
+
+    assert set(roles(centred, torch.randn(8), {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}).values()) == {"batch"}
+
+
+def test_both_networks_of_a_step_are_weights() -> None:
+    def losses(g: Any, d: Any, z: Tensor) -> tuple[Any, Any]:
+        down = torch.func.grad(lambda g: -(torch.relu(z @ g["w"]) @ d["w"]).mean())(g)
+        up = torch.func.grad(lambda d: (torch.relu(z @ g["w"]) @ d["w"]).mean())(d)
+        return {"w": g["w"] - down["w"]}, {"w": d["w"] - up["w"]}
+
+    found = roles(losses, {"w": torch.randn(4, 8)}, {"w": torch.randn(8, 2)}, torch.randn(6, 4))
+    assert found == {"g.w": "param", "d.w": "param", "z": "batch"}
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_a_batch_that_a_gradient_moves_stays_the_batch(carries: bool) -> None:
+    model = cf.functional(models.Mlp(8, 16).double())
+
+    def energy(params: Any, x: Tensor) -> Tensor:
+        if carries:
+            return torch.func.functional_call(model.module, params, (x,)).sum()
+        return model.apply(params, {}, x)[0].sum()
+
+    def attack(params: Any, x: Tensor) -> Tensor:
+        return x + 0.1 * cf.value_and_grad(lambda x: energy(params, x))(x)[1].sign()
+
+    def moved(params: Any, at: Any) -> Any:
+        speed = at["speed"] - cf.value_and_grad(lambda x: energy(params, x))(at["x"])[1]
+        return {"x": at["x"] + 0.1 * speed, "speed": speed}
+
+    of = carried if carries else roles
+    found = of(attack, model.params, rows())
+    assert found.pop("x") == "batch" and set(found.values()) == {"param"}
+    found = of(moved, model.params, {"x": rows(), "speed": rows()})
+    assert {found.pop("at.x"), found.pop("at.speed")} == {"batch"} and set(found.values()) == {"param"}
+    step = cf.shard(attack, cf.Mesh(dp=2), zero(3, "dp"))
+    torch.testing.assert_close(step(model.params, rows()).full(), attack(model.params, rows()))
+
+
+def test_adapters_beside_marked_weights_are_weights() -> None:
+    model = cf.functional(models.Mlp(8, 16).double())
+
+    def step(params: Any, prompt: Any, x: Tensor) -> Any:
+        loss, grad = cf.value_and_grad(lambda p: model.apply(params, {}, x + p["shift"])[0].square().mean())(prompt)
+        return loss, {"shift": prompt["shift"] - 0.1 * grad["shift"]}
+
+    found = roles(step, model.params, {"shift": torch.randn(8, dtype=D)}, rows())
+    assert (found.pop("prompt.shift"), found.pop("x")) == ("param", "batch") and set(found.values()) == {"param"}
+
+
+def test_layers_in_one_stack_are_weights() -> None:
+    def network(stack: Any, x: Tensor) -> Tensor:
+        for up, down in zip(stack["up"], stack["down"], strict=True):
+            x = x + torch.tanh(x @ up) @ down
+        return x
+
+    stack = {"up": torch.randn(3, 8, 16), "down": torch.randn(3, 16, 8)}
+    assert roles(network, stack, torch.randn(4, 8)) == {"stack.up": "param", "stack.down": "param", "x": "batch"}
 
 
 def test_gradients_of_the_batch_that_have_its_tree_are_not_its_next_value() -> None:

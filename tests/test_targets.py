@@ -9,7 +9,15 @@ from colofunc.errors import ProgramError
 from colofunc.ops.attention import attention, attention_backward
 from colofunc.ops.define import OPERATORS, define
 from colofunc.ops.targets import KEEP_ORDER, RESHAPES, argument_at, is_view, keeps_order, may_copy, overload, resolve
-from colofunc.program.facts import backward_of, is_lookup, is_product, knows_place, reads_rows, sums_rows, writes_rows
+from colofunc.program.facts import (
+    backward_of,
+    draws_by_place,
+    is_lookup,
+    is_product,
+    reads_rows,
+    sums_rows,
+    writes_rows,
+)
 
 X = torch.arange(24.0).view(2, 1, 12)
 CALLS: dict[str, tuple[object, ...]] = {
@@ -83,8 +91,10 @@ def test_lookups_read_rows_and_their_gradients_write_some() -> None:
         define("rows_of(Tensor x) -> Tensor", torch.clone, torch.clone, rows="reads")
 
 
-def test_operators_that_know_their_place_have_arguments_for_it() -> None:
+def test_operators_that_draw_by_place_are_the_random_ones() -> None:
     drawn = {f"colofunc.random_{name}" for name in ("bits", "uniform", "normal", "bernoulli")}
-    placed = {*drawn, "colofunc.dropout", attention.name, attention_backward.name}
-    assert all(map(knows_place, placed))
-    assert not any(map(knows_place, ("colofunc.linear", "colofunc.rearrange", "aten.as_strided.default", "segment.3.0_2")))
+    found = {name for name, operator in OPERATORS.items() if operator.draws_by_place}
+    assert found == {*drawn, "colofunc.dropout", attention.name, attention_backward.name}
+    assert draws_by_place("colofunc.dropout") and not draws_by_place("aten.as_strided.default")
+    # Updates that round at random draw by the place of a row, in memory of their own: no part of them is drawn by itself.
+    assert not draws_by_place("colofunc.adamw_rounded")

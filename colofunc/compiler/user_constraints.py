@@ -77,7 +77,7 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
 NO_WEIGHTS = (
     "nothing in the step says which argument has the weights (no gradient, no product of a known form), so all count "
     "as the batch. Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), "
-    "which says it"
+    "which says it; of a function without a module, in_specs= says how each argument lies"
 )
 
 
@@ -169,7 +169,10 @@ def _given(program: Program, given: Mapping[int, Layout]) -> Constraints:
     for position, id in enumerate(program.inputs):
         layout = given.get(id)
         if layout is not None:
-            says = f"{program.values[id].name} already lies as {layout.text()!r} (step.init(state, ...) places a state anew)"
+            says = (
+                f"{program.values[id].name} already lies as {layout.text()!r} (step.init(state, ...) places a state "
+                "anew; donate=(k, ...) has what the step returns for argument k lie as this does)"
+            )
             items[position] = (pin(layout, says),)
     return Constraints(items)
 

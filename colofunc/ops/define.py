@@ -77,6 +77,7 @@ class Operator:
     weights: tuple[int, ...] = ()
     rows: str = ""
     work: str = ""
+    draws_by_place: bool = False
     # `op` for who calls it for small tensors, arguments by position
     bare: Callable[..., Any] = attrs.field(init=False, repr=False)
 
@@ -114,6 +115,7 @@ def define(
     weights: tuple[int, ...] = (),
     rows: str = "",
     work: str = "",
+    draws_by_place: bool = False,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -146,6 +148,9 @@ def define(
 
     `work`: which kind of kernel it is, one of `WORK`, where a machine has rates of kinds; what says nothing counts as
     elementwise, by the bytes that it reads and writes.
+
+    `draws_by_place`: the random numbers that it draws depend on where its part lies in the global tensor, which `sizes`,
+    `strides` and `offset` say.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
@@ -187,6 +192,7 @@ def define(
         weights,
         rows,
         work,
+        draws_by_place,
     )
     OPERATORS[operator.name] = operator
     return operator

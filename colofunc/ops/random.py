@@ -350,22 +350,23 @@ def _dropout_expression(
 _PLACE = "int[] sizes=[], int[] strides=[], Tensor? offset=None"
 random_bits = define(
     f"random_bits(Tensor seed, int site, int[] shape, {_PLACE}) -> Tensor", _random_bits, _fake_bits,
-    for_compilers=_bits_expression, number="site",
+    for_compilers=_bits_expression, number="site", draws_by_place=True,
 )  # fmt: skip
 random_uniform = define(
     f"random_uniform(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_uniform, _fake,
-    for_compilers=_uniform_expression, number="site",
+    for_compilers=_uniform_expression, number="site", draws_by_place=True,
 )  # fmt: skip
 random_normal = define(
-    f"random_normal(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_normal, _fake
-)
+    f"random_normal(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_normal, _fake, draws_by_place=True,
+)  # fmt: skip
 random_bernoulli = define(
     f"random_bernoulli(Tensor seed, int site, int[] shape, ScalarType dtype, float p, {_PLACE}) -> Tensor", _random_bernoulli, _fake,
-    for_compilers=_bernoulli_expression, number="site",
+    for_compilers=_bernoulli_expression, number="site", draws_by_place=True,
 )  # fmt: skip
 dropout = define(
     f"dropout(Tensor x, Tensor seed, int site, float p, {_PLACE}) -> Tensor",
     _dropout, _dropout_fake, (_save_dropout, _dropout_backward), for_compilers=_dropout_expression, number="site",
+    draws_by_place=True,
 )  # fmt: skip
 OPERATORS = (random_bits, random_uniform, random_normal, random_bernoulli, dropout)
 CUDA_KERNELS = kernels.records({operator.name: operator.kernel for operator in OPERATORS})

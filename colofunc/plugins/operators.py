@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.errors import PluginError
+from colofunc.errors import PluginError, ProgramError
 from colofunc.ops.define import KERNELS, Operator, check_words, define
 from colofunc.ops.define import OPERATORS as DEFINED
-from colofunc.ops.targets import forget_targets
+from colofunc.ops.targets import forget_targets, overload
 from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
 from colofunc.spec.rules import REGISTERED
 from colofunc.spec.rules.pattern import RuleFn, pattern
@@ -136,10 +136,18 @@ def operator(
         check_words(f"cf.operator {name!r}", rows, work)
     except ValueError as error:
         raise PluginError(str(error)) from None
+    for argument, names in (("backward_products", backward_products), ("weights", weights)):
+        if isinstance(names, str):
+            raise PluginError(f"cf.operator {name!r}: {argument}={names!r} is one text. Try: {argument}=({names!r},)")
     if backward_products and not mults:
         raise PluginError(
             f"cf.operator {name!r}: backward_products are of an operator that multiplies matrices. Try: mults=True"
         )
+    for each in backward_products:
+        if each not in DEFINED and not _is_of_torch(each):
+            raise PluginError(
+                f"cf.operator {name!r}: backward_products names {each!r}. Try: an operator that is defined"
+            )
 
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
@@ -302,6 +310,14 @@ def _schema(name: str, short: str, reference: Reference) -> str:
     if returned != "Tensor[]" and not tensors_only:
         raise PluginError(f"cf.operator {name!r} returns something else than tensors: {returned}. Try: tensors")
     return schema
+
+
+def _is_of_torch(target: str) -> bool:
+    try:
+        overload(target)
+    except ProgramError:
+        return False
+    return True
 
 
 def _positions(name: str, schema: str, weights: Sequence[str]) -> tuple[int, ...]:

@@ -62,8 +62,6 @@ WEIGHTS = {
 LOOKUPS = frozenset(("aten.embedding.default",))
 READ_ROWS = LOOKUPS | {"aten.index_select.default", "aten.index.Tensor"}
 WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
-# What random operators are told of the place of their part: (name, type) of arguments, in this order.
-PLACE = (("sizes", "List[int]"), ("strides", "List[int]"), ("offset", "Optional[Tensor]"))
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
@@ -159,16 +157,10 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     return None
 
 
-@cache
-def knows_place(target: str) -> bool:
-    """Whether an operator draws random numbers by where its part lies in the global tensor, which `sizes`, `strides` and
-    `offset` say.
-    """
+def draws_by_place(target: str) -> bool:
+    """Whether an operator draws random numbers by where its part lies in the global tensor."""
     operator = OPERATORS.get(target)
-    if operator is None:
-        return False
-    arguments = [(argument.name, str(argument.type)) for argument in operator.op._schema.arguments]
-    return all(argument in arguments for argument in PLACE)
+    return operator is not None and operator.draws_by_place
 
 
 def is_wire(node: Node) -> bool:

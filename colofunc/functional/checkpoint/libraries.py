@@ -185,21 +185,18 @@ def library_of(module: nn.Module) -> Library:
     """The library that a module is of; `PLAIN` where none that is known has it.
 
     Those of plugins are asked first: their models may be subclasses of models of this project's libraries. Raises
-    PluginError where two of plugins, or two of this project, have it.
+    PluginError where two of plugins have it. Of this project's the last one is taken.
     """
     own = own_formats().model_libraries
-    of_plugins = [library for name, library in libraries().items() if name not in own]
-    for asked in (of_plugins, own.values()):
-        owning = [library for library in asked if library.owns(module)]
-        if len(owning) > 1:
-            raise PluginError(
-                f"colofunc_model_libraries: {owning[0].name!r} and {owning[1].name!r} both have a module of "
-                f"{type(module).__name__} as their own, and a module is of one library. Try: owns= in one of them that "
-                "leaves it out, or only one of their plugins installed"
-            )
-        if owning:
-            return owning[0]
-    return PLAIN
+    owning = [library for name, library in libraries().items() if name not in own and library.owns(module)]
+    if len(owning) > 1:
+        raise PluginError(
+            f"colofunc_model_libraries: {owning[0].name!r} and {owning[1].name!r} both have a module of "
+            f"{type(module).__name__} as their own, and a module is of one library. Try: owns= in one of them that "
+            "leaves it out, or only one of their plugins installed"
+        )
+    ours = [library for library in own.values() if library.owns(module)]
+    return [PLAIN, *ours, *owning][-1]
 
 
 def whole_stems() -> tuple[str, ...]:

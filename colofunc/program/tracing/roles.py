@@ -83,7 +83,7 @@ class Observed:
         operands = set() if trained else self._weight_operands()
         carried = {name: role for name, role in self.carried.items() if role != "state" or name not in operands}
         operands -= carried.keys()
-        returned = self._returned(trained | operands | carried.keys())
+        returned = self._returned(self.marks.keys() | operands | self._untouched(carried))
         said = {*self.marks, *returned}
         params = self._params(said | self._untouched(carried))
         weights = said | params | operands | carried.keys()
@@ -103,8 +103,11 @@ class Observed:
             return False
         trained = {*self.marks, *self._outermost()}
         operands = set() if trained else self._weight_operands()
-        said = {*self.marks, *self._returned(trained | operands)}
+        said = {*self.marks, *self._returned(self.marks.keys() | operands)}
         return len(self.arguments) > 1 and not any(self._holds(said | self._params(said) | operands))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.values[self.ids[name]].shape
 
     def _holds(self, weights: Collection[str]) -> list[bool]:
         """Which arguments have one of these leaves."""
@@ -149,11 +152,11 @@ class Observed:
         unknown = not self.differentiated and not self.marks and not self.carried
         return "param" if rest == "state" and unknown and value.shape and value.dtype.is_floating_point else rest
 
-    def _returned(self, weights: Collection[str]) -> dict[str, str]:
-        """Leaves of arguments that come back in a result, if they are more than a batch whose result has its shape.
+    def _returned(self, known: Collection[str]) -> dict[str, str]:
+        """Leaves of arguments with weights that come back in a result.
 
         State, where the new value depends on a gradient; a frozen weight, where it is read and comes back as it is;
-        else a buffer.
+        else a buffer. `known`: leaves that are something else than the batch.
         """
         if len(self.arguments) < 2:
             return {}
@@ -165,11 +168,9 @@ class Observed:
                 after_gradients.update(node.results)
         found = {}
         for argument in self.arguments:
-            names = argument.names()
-            is_state = any(name in weights for name in names) if weights else argument.kind != "tensor"
-            if not is_state or not self._goes_on(names):
+            if not self._is_state(argument, known):
                 continue
-            for name in names:
+            for name in argument.names():
                 if name not in self.next_values:
                     continue
                 value, after = self.values[self.ids[name]], self.next_values[name]
@@ -182,20 +183,26 @@ class Observed:
                     found[name] = "buffer"
         return found
 
-    def _goes_on(self, names: Sequence[str]) -> bool:
-        """Whether what comes back for an argument is made of it, and not only a gradient, which has its shapes too."""
-        made = {out: node for node in self.nodes for out in node.results}
-        old = {self.ids[name] for name in names}
-        todo = [self.next_values[name] for name in names if name in self.next_values]
-        seen = set[int]()
-        while todo:
-            value = todo.pop()
-            if value in old:
+    def _is_state(self, argument: Tree, known: Collection[str]) -> bool:
+        """Whether an argument that comes back has weights.
+
+        What is differentiated beside weights that are known may be weights as well (adapters) or the batch (positions
+        that forces move): weights, if it has names and leaves another argument with rows for the batch.
+        """
+        names = frozenset(argument.names())
+        if not names.isdisjoint(known):
+            return True
+        trained = self._outermost()
+        if names.isdisjoint(trained) or not known:
+            return not names.isdisjoint(trained)
+        return argument.kind != "tensor" and self._has_rows_beside(names | trained | frozenset(known))
+
+    def _has_rows_beside(self, names: Collection[str]) -> bool:
+        """Whether some argument with dims has none of these leaves."""
+        for argument in self.arguments:
+            own = argument.names()
+            if not any(name in names for name in own) and any(self.values[self.ids[name]].shape for name in own):
                 return True
-            node = made.get(value)
-            if value not in seen and node is not None and node.phase != "backward":
-                todo += node.refs
-            seen.add(value)
         return False
 
     def _weight_operands(self) -> set[str]:
@@ -231,7 +238,9 @@ class Observed:
             rows, matrix = node.refs[place - 1], leaf_behind(node.refs[place])
             first.add(leaf_behind(rows))
             # Within one argument nothing is told apart: x @ x.T, queries @ keys, two factors of a weight.
-            if matrix and len(self.values[self.ids[matrix]].shape) == 2 and behind[rows] - behind[self.ids[matrix]]:
+            # A leaf may be a stack of matrices, or one matrix that is expanded to a batch of them.
+            is_matrix = bool(matrix) and 2 in (len(self.values[node.refs[place]].shape), len(self._shape(matrix)))
+            if is_matrix and behind[rows] - behind[self.ids[matrix]]:
                 second.add(matrix)
         return second - first
 
@@ -253,12 +262,14 @@ def next_values(
     ids: Mapping[str, int],
     outputs: Sequence[int],
     values: Mapping[int, Value],
+    nodes: Sequence[Node],
 ) -> dict[str, int]:
     """Leaf of an argument -> the value that comes back for it: each argument in the first result that has its tree,
-    shapes and dtypes, and that no other has taken.
+    shapes and dtypes, is made of it, and that no other has taken.
 
     `ids`: leaf -> its value. `outputs`: the values of the leaves of all results.
     """
+    made = {out: node for node in nodes for out in node.results}
     free: list[tuple[Tree, Sequence[int]]] = []
     first = 0
     for result in results:
@@ -270,11 +281,26 @@ def next_values(
         names = argument.names()
         before = [values[ids[name]] for name in names]
         for place, (result, after) in enumerate(free):
-            if comes_back(argument, result, before, [values[id] for id in after]):
+            alike = comes_back(argument, result, before, [values[id] for id in after])
+            if alike and _goes_on({ids[name] for name in names}, after, made):
                 found |= dict(zip(names, after, strict=True))
                 del free[place]
                 break
     return found
+
+
+def _goes_on(old: Collection[int], after: Sequence[int], made: Mapping[int, Node]) -> bool:
+    """Whether values are made of others, and not only as their gradients, which have their shapes too."""
+    todo, seen = list(after), set[int]()
+    while todo:
+        value = todo.pop()
+        if value in old:
+            return True
+        node = made.get(value)
+        if value not in seen and node is not None and node.phase != "backward":
+            todo += node.refs
+        seen.add(value)
+    return False
 
 
 def comes_back(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:

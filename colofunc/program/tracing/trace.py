@@ -277,7 +277,7 @@ def _with_roles(
     """Values with the roles of the inputs, and whether nothing says where the weights are."""
     values = dict(rec.values)
     ids = {name: vid for vid, name in enumerate(tree.names())}
-    after = next_values(tree.children, results_of(out_tree), ids, out_ids, values)
+    after = next_values(tree.children, results_of(out_tree), ids, out_ids, values, rec.nodes)
     observed = Observed(tree.children, ids, values, rec.nodes, rec.where.marks, differentiated, after, carried)
     for name, role in observed.roles().items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
