@@ -1,6 +1,6 @@
 """Hints: what users of a library can write where a step cannot go on, below the error.
 
-    moe("ep") finds no experts in this step. Try: cf.moe.experts in the model
+    experts(ep) finds no experts in this step. Try: cf.moe.experts in the model
     transformers: experts_implementation="grouped_mm" (or "batched_mm"), where the model is loaded or configured
 
 Problem: the way out of an error is often an option of the library that a model comes from, and nothing here knows a
