@@ -121,6 +121,16 @@ def test_rows_of_a_table_that_are_split_are_said_of_lookups_and_bags(bags: bool)
     assert [use.words for use in plan.axes] == ["column parallel, vocabulary parallel"]
 
 
+def test_lookups_at_indices_that_are_split_are_not_called_vocabulary_parallel() -> None:
+    def step(table: torch.Tensor, w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return F.embedding(index, table).sum(1) @ w
+
+    specs = ("_ _", "_ (tp o)", "(tp b) _")
+    inputs = torch.zeros(16, 1024), torch.randn(1024, 1024), torch.randint(0, 16, (8, 512))
+    plan = cf.shard(step, cf.Mesh(tp=2), in_specs=specs).lower(*inputs).plan
+    assert [use.words for use in plan.axes] == ["column parallel"]
+
+
 # ---- tables and questions ----
 
 
