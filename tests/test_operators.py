@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from colofunc_plugins import tensor
 
 import colofunc as cf
-from colofunc.program.facts import backward_of, is_lookup, sums_rows
+from colofunc.program.facts import backward_of, is_lookup, row_order, sums_rows
 from colofunc.program.tracing.trace import trace
 from colofunc.program.work_kinds import work_kind
 from colofunc.testing import check, check_strategies, sample
@@ -99,6 +100,11 @@ def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w)
 
 
+@cf.operator("opstest.projection", as_product="b i, i o, o -> b o", weights=["w", "bias"], row_order="any")
+def projection(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, w.T, bias)
+
+
 @cf.operator("opstest.copy")
 def summed_from_above(x: torch.Tensor) -> torch.Tensor:
     return x.cumsum(0)
@@ -132,6 +138,54 @@ def test_facts_of_an_operator_are_known_by_its_name() -> None:
     assert sums_rows(looked_up.name) and is_lookup(looked_up.name) and not is_lookup(gain.name)
     assert [work_kind(op.name) for op in (gain, looked_up, dense, gated)] == ["normalisation", "gather", "product", "elementwise"]
     assert backward_of(dense.name) == ("aten.mm.default",)
+
+
+def test_row_order_is_of_the_definition() -> None:
+    assert [row_order(op.name) for op in (projection, dense)] == ["any", ""]
+    assert row_order("aten._softmax_backward_data.default") == "any" and row_order("aten.cumsum.default") == ""
+    assert row_order("colofunc.experts_backward") == "dealt" and row_order("colofunc.attention") == ""
+
+
+# ---- as a product of matrices ----
+
+
+@pytest.mark.parametrize("mode, ways", [
+    ("2d", ["{dp: summa rows, tp: summa columns}"] * 3),
+    ("auto", ["{dp: o, tp: o}", "{dp: i, tp: i}", "{dp: i, tp: i}"]),
+])  # fmt: skip
+def test_a_product_of_ones_own_is_split_as_a_linear_layer(mode: str, ways: list[str]) -> None:
+    """Plans with patterns of their own for products use them, and the numbers are one device's."""
+
+    def train_two(p: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        def loss(p: dict[str, torch.Tensor]) -> torch.Tensor:
+            h = projection(x, p["up"], p["up_bias"]).tanh()
+            return projection(projection(h, p["down"], p["down_bias"]), p["last"]).pow(2).mean()
+
+        grads, value = torch.func.grad_and_value(loss)(p)
+        return {k: v - 0.1 * grads[k] for k, v in p.items()}, value
+
+    p = {"up": randn(8, 16), "up_bias": randn(16), "down": randn(16, 8), "down_bias": randn(8), "last": randn(8, 4)}
+    x = randn(8, 4, 8)
+    step = cf.shard(train_two, MESH, tensor(mode, ("dp", "tp")))
+    assert [str(d.strategy) for d in step.lower(p, x).plan.find("opstest.projection")] == ways
+    state, loss = step(p, x)
+    expected, expected_loss = train_two(p, x)
+    torch.testing.assert_close(float(loss), float(expected_loss), rtol=1e-12, atol=0)
+    for k, v in expected.items():
+        torch.testing.assert_close(state[k].full(), v, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ({"as_product": "b i, o j -> b o"}, "no linear layer"),
+        ({"as_product": "b i, o i -> b o", "rule": "b* i, o i -> b* o"}, "without rule"),
+        ({"row_order": "sorted"}, "any, dealt"),
+    ],
+)
+def test_what_is_no_linear_layer_or_order_is_refused(words: dict[str, Any], named: str) -> None:
+    with pytest.raises(cf.errors.PluginError, match=named):
+        cf.operator("opstest.misfit", **words)
 
 
 # ---- in a step ----

@@ -50,6 +50,8 @@ WORK = tuple(kind for kind in curves.KINDS if kind not in ("product", "update"))
 """What `define` is told as `work`; products and updates have words of their own."""
 ROWS = ("read", "summed", "written")
 """What an operator does with few rows of a table, which `define` is told as `rows`."""
+ROW_ORDER = ("any", "dealt")
+"""In which order the rows of an operand may lie, which `define` is told as `row_order`."""
 
 Where = Callable[[Mapping[str, Any]], bool]  # arguments by name -> whether
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
@@ -76,6 +78,7 @@ class Operator:
     as_product: str = ""
     weights: tuple[int, ...] = ()
     rows: str = ""
+    row_order: str = ""
     work: str = ""
     draws_by_place: bool = False
     # `op` for who calls it for small tensors, arguments by position
@@ -114,6 +117,7 @@ def define(
     as_product: str = "",
     weights: tuple[int, ...] = (),
     rows: str = "",
+    row_order: str = "",
     work: str = "",
     draws_by_place: bool = False,
 ) -> Operator:
@@ -146,6 +150,9 @@ def define(
     `rows`: "read", few rows of its first operand, a table, at the indices of its second; "summed", the same, and each row
     of its result is a sum of them; "written", few rows of its result, which are given to it.
 
+    `row_order`: "any", it is all the same in which order rows lie, also to local code of plugins that split it; "dealt",
+    and how rows are dealt to the ranks of axes that the local code splits by a pattern of its own.
+
     `work`: which kind of kernel it is, one of `WORK`, where a machine has rates of kinds; what says nothing counts as
     elementwise, by the bytes that it reads and writes.
 
@@ -154,7 +161,7 @@ def define(
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
-    check_words(schema, rows, work)
+    check_words(schema, rows=rows, row_order=row_order, work=work)
     name = schema.split("(", 1)[0].strip()
     if library is None:
         if namespace not in LIBRARIES:
@@ -191,6 +198,7 @@ def define(
         as_product,
         weights,
         rows,
+        row_order,
         work,
         draws_by_place,
     )
@@ -198,11 +206,12 @@ def define(
     return operator
 
 
-def check_words(schema: str, rows: str, work: str) -> None:
-    """Raises ValueError where a definition says of `rows` or `work` what is none of their words."""
-    for argument, word, words in (("rows", rows, ROWS), ("work", work, WORK)):
-        if word and word not in words:
-            raise ValueError(f"{schema}: {argument} is {word!r}. Try: one of {', '.join(words)}")
+def check_words(schema: str, **said: str) -> None:
+    """Raises ValueError where a definition says of `rows`, `row_order` or `work` what is none of their words."""
+    words = {"rows": ROWS, "row_order": ROW_ORDER, "work": WORK}
+    for argument, word in said.items():
+        if word and word not in words[argument]:
+            raise ValueError(f"{schema}: {argument} is {word!r}. Try: one of {', '.join(words[argument])}")
 
 
 def define_update(

@@ -290,16 +290,16 @@ _LAST = "float share=1.0, bool float8=False"
 experts_backward = define(
     f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_LAST}) -> "
     f"({', '.join(['Tensor'] * 6)})",
-    _experts_backward, _backward_fake, product=True,
+    _experts_backward, _backward_fake, product=True, row_order="dealt",
 )  # fmt: skip
 experts_input_gradients = define(
     f"experts_input_gradients(Tensor g, {_OPERANDS}, {_OPTIONS}, float share=1.0) -> (Tensor, Tensor, Tensor, Tensor)",
-    _experts_input_gradients, _input_gradients_fake, product=True,
+    _experts_input_gradients, _input_gradients_fake, product=True, row_order="dealt",
 )  # fmt: skip
 experts_weight_gradients = define(
     f"experts_weight_gradients(Tensor dh, Tensor a, Tensor g, {_OPERANDS}, {_OPTIONS}, float share=1.0) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    _experts_weight_gradients, _weight_gradients_fake, product=True,
+    _experts_weight_gradients, _weight_gradients_fake, product=True, row_order="dealt",
 )  # fmt: skip
 experts = define(
     f"experts({_OPERANDS}, {_OPTIONS}, {_LAST}) -> Tensor",
@@ -308,6 +308,7 @@ experts = define(
     (_save, _gradient),
     product=True,
     weights=(3, 4, 5, 6),
+    row_order="dealt",
 )
 
 

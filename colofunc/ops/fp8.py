@@ -180,16 +180,16 @@ def _linear_dw_fake(
 scaled_linear_dx = define(
     "scaled_linear_dx(Tensor g, Tensor w, Tensor g_scale, Tensor w_scale, ScalarType g_dtype, ScalarType dtype)"
     " -> Tensor",
-    _linear_dx, _linear_dx_fake, own_memory=True, product=True,
+    _linear_dx, _linear_dx_fake, own_memory=True, product=True, row_order="any",
 )  # fmt: skip
 scaled_linear_dw = define(
     "scaled_linear_dw(Tensor g, Tensor x, Tensor g_scale, Tensor x_scale, ScalarType g_dtype, ScalarType dtype)"
     " -> Tensor",
-    _linear_dw, _linear_dw_fake, own_memory=True, product=True,
+    _linear_dw, _linear_dw_fake, own_memory=True, product=True, row_order="any",
 )  # fmt: skip
 scaled_linear = define(
     "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
-    _linear, _linear_fake, own_memory=True, product=True,
+    _linear, _linear_fake, own_memory=True, product=True, row_order="any",
     backward_products=(scaled_linear_dx.name, scaled_linear_dw.name, "colofunc.fp8_linear_dx"), weights=(1, 4),
 )  # fmt: skip
 

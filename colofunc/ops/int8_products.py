@@ -250,7 +250,7 @@ int8_rows_linear = define(
     "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, "
     "ScalarType dtype) -> Tensor",
     _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True, backward_products=("colofunc.int8_linear_dx",),
-    weights=(1, 2),
+    weights=(1, 2), row_order="any",
 )  # fmt: skip
 
 PRODUCT = int8_rows_linear.name

@@ -374,6 +374,7 @@ def _operators(form: Format) -> Operators:
             product=True,
             backward_products=(f"{NAMESPACE}.{form.name}_linear_dx",),
             weights=tuple(range(1, count + 2)),
+            row_order="any",
         ),
         define(
             f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor",
@@ -382,6 +383,7 @@ def _operators(form: Format) -> Operators:
             (save_dx, dx_backward),
             own_memory=True,
             product=True,
+            row_order="any",
         ),
         define(
             f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake, own_memory=True

@@ -45,12 +45,19 @@ from colofunc.ops.define import OPERATORS as DEFINED
 from colofunc.ops.targets import forget_targets, overload
 from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
 from colofunc.spec.rules import REGISTERED
+from colofunc.spec.rules.matmul import as_product as as_product_rule
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
 OPERATORS: dict[str, PluginOperator] = {}
 """What was registered in this process, by name."""
 TAKEN = frozenset({"aten", "prim", "prims", "colofunc", "quantized", "profiler"})
 """Names of libraries that torch and colofunc use themselves."""
+LINEAR_LAYERS = (
+    "b i, o i, o -> b o", "b i, o i -> b o", "b i, i o, o -> b o", "b i, i o -> b o",
+    "b o, o i -> b i", "b o, i o -> b i",
+    "b o, b i -> o i", "b i, b o -> i o", "b i, b o -> o i", "b o, b i -> i o",
+)  # fmt: skip
+"""What `as_product` may say: a linear layer, its gradient for the inputs, and that for the weight."""
 Reference = Callable[..., Any]
 Backward = Callable[[tuple[Any, ...], Any, Any], Any]
 
@@ -99,8 +106,10 @@ def operator(
     mults: bool = False,
     backward: Backward | None = None,
     backward_products: Sequence[str] = (),
+    as_product: str = "",
     weights: Sequence[str] = (),
     rows: str = "",
+    row_order: str = "",
     work: str = "",
 ) -> Callable[[Reference], PluginOperator]:
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
@@ -121,10 +130,17 @@ def operator(
     `rows`: "read", it looks few rows of its first tensor, a table, up at the indices of its second; "summed", and each
     row of its result is a sum of them; "written", it writes few rows of its result, as the gradient of a table.
 
+    `row_order`: "any", it is all the same in which order its rows lie, also to local code of plugins that split it, as a
+    linear layer, a norm or a softmax; "dealt", and which rank of such a plugin's own axes has which, as experts.
+
     `work`: its kind, where a machine has rates of kinds: "transcendental", "normalisation", "softmax", "reduction" or
     "gather"; else "elementwise", by the bytes that it reads and writes.
 
     `backward_products`: of a product with a `backward` of its own, the operators that make its gradients, by name.
+
+    `as_product`: of an operator that is a linear layer of rows b, inputs i and outputs o, or one of its gradients, how it
+    reads as one: "b i, o i, o -> b o", where b is any number of dims, and a bias may be missing. It has the rule of a
+    linear layer, and plans that multiply matrices in a way of their own do so in its place.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
@@ -133,12 +149,14 @@ def operator(
         )
 
     try:
-        check_words(f"cf.operator {name!r}", rows, work)
+        check_words(f"cf.operator {name!r}", rows=rows, row_order=row_order, work=work)
     except ValueError as error:
         raise PluginError(str(error)) from None
     for argument, names in (("backward_products", backward_products), ("weights", weights)):
         if isinstance(names, str):
             raise PluginError(f"cf.operator {name!r}: {argument}={names!r} is one text. Try: {argument}=({names!r},)")
+    product_rule = _product_rule(name, as_product, rule) if as_product else None
+    mults = mults or product_rule is not None
     if backward_products and not mults:
         raise PluginError(
             f"cf.operator {name!r}: backward_products are of an operator that multiplies matrices. Try: mults=True"
@@ -154,7 +172,9 @@ def operator(
         schema = _schema(name, short, reference)
         positions = _positions(name, schema, weights)
         _check_rows(name, schema, rows)
-        rule_fn = rule
+        rule_fn = product_rule or rule
+        if as_product:
+            _check_rule(name, as_product, schema)
         if isinstance(rule, str):
             _check_rule(name, rule, schema)
             of_text = repeated if "Tensor[]" in schema else pattern
@@ -164,8 +184,10 @@ def operator(
             defined,
             product=mults,
             backward_products=tuple(backward_products),
+            as_product=as_product,
             weights=positions,
             rows=rows,
+            row_order=row_order,
             work=work,
         )
         plain = _by_position(reference, signature)
@@ -356,6 +378,20 @@ def _check_rows(name: str, schema: str, rows: str) -> None:
             f"cf.operator {name!r}: rows={rows!r} is of a table and its indices, the tensors are {kinds}. "
             "Try: (table: Tensor, index: Tensor, ...)"
         )
+
+
+def _product_rule(name: str, text: str, rule: str | RuleFn | None) -> RuleFn:
+    """The rule of an operator that reads as a linear layer, or as a gradient of one. Raises PluginError for others."""
+    spaced = [[" ".join(word.split()) for word in side.split(",")] for side in text.split("->")]
+    plain = " -> ".join(", ".join(words) for words in spaced)
+    if plain not in LINEAR_LAYERS:
+        raise PluginError(
+            f"cf.operator {name!r}: as_product={text!r} is no linear layer, nor a gradient of one. "
+            f"Try: one of {', '.join(map(repr, LINEAR_LAYERS))}"
+        )
+    if rule is not None:
+        raise PluginError(f"cf.operator {name!r}: as_product is its rule, and rule={rule!r} is given. Try: without rule")
+    return as_product_rule(plain)
 
 
 def _check_rule(name: str, rule: str, schema: str) -> None:

@@ -62,6 +62,13 @@ WEIGHTS = {
 LOOKUPS = frozenset(("aten.embedding.default",))
 READ_ROWS = LOOKUPS | {"aten.index_select.default", "aten.index.Tensor"}
 WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
+# Those to which it is all the same in which order their rows lie; without their overload.
+ANY_ROW_ORDER = frozenset(
+    """aten.mm aten.addmm aten._softmax aten._softmax_backward_data aten._log_softmax aten._log_softmax_backward_data
+    aten.nll_loss_forward aten.nll_loss_backward aten.nll_loss2d_forward aten.nll_loss2d_backward
+    aten.embedding aten.embedding_dense_backward aten.native_layer_norm aten.native_layer_norm_backward
+    aten._fused_rms_norm aten._fused_rms_norm_backward""".split()
+)
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
@@ -135,6 +142,16 @@ def writes_rows(target: str) -> bool:
     """Whether an operator writes few rows of its result, those that it is given."""
     operator = OPERATORS.get(target)
     return target in WRITE_ROWS if operator is None else operator.rows == "written"
+
+
+def row_order(target: str) -> str:
+    """In which order the rows of an operator's operands may lie: "any", "dealt" (`ops.define`), or "" where local code may
+    go by it.
+    """
+    operator = OPERATORS.get(target)
+    if operator is not None:
+        return operator.row_order
+    return "any" if target.rpartition(".")[0] in ANY_ROW_ORDER else ""
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:

@@ -21,13 +21,12 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.ops import fp8_products, int8_products, quantized
-from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
 from colofunc.planner.wishes.layout_equality import is_enumerated, lies_alike
 from colofunc.planner.wishes.propagation import Rules, follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
+from colofunc.program.facts import row_order
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Atom, Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
@@ -154,17 +153,6 @@ def meeting(
 #     (16 tp 8) of one flow, (128 cp) of another, of the same factor          (16 tp 4 cp)
 
 
-FREE_ROWS = (
-    "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
-    "colofunc.rms_norm",
-    "colofunc.linear", "colofunc.scaled_linear", "aten.mm", "aten.addmm", EXPERTS,
-    *sorted(quantized.PRODUCTS), int8_products.PRODUCT, fp8_products.PRODUCT,
-)  # fmt: skip
-"""Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
-
-DEALT_ROWS = (EXPERTS,)
-"""Those of them whose patterns do not care either how rows are dealt to the ranks of their own axes."""
-
 MAX_OPEN_AXES = 3
 """At most this many axes beside a followed one are searched."""
 
@@ -181,7 +169,7 @@ def with_open_axes(
         return (strategy,)
     placement = _placement(rule, strategy)
     offers: dict[Strategy, None] = {strategy: None}  # in order, each once
-    if call.target.startswith(FREE_ROWS):
+    if row_order(call.target):
         for other in extra:
             offers.update(dict.fromkeys(_relaid(call, rule, other, strategy, placement, mesh)))
     local_code = any(word not in rule.sizes for _, word in strategy.axes)
@@ -313,7 +301,7 @@ def _relaid(
     for lies in placed:
         if lies is not None:
             there |= _all_axes(lies[factor] for factor in own.values() if factor in lies)
-    if call.target.startswith(DEALT_ROWS):
+    if row_order(call.target) == "dealt":
         guests = dict.fromkeys(guests, tuple(sorted(there - set(own), key=mesh.axis_names.index)))
     all_guests = tuple(axis for axes in guests.values() for axis in axes)
     if there - set(own) - set(all_guests):

@@ -24,13 +24,25 @@ def _contract(text: str, reduce: str) -> RuleFn:
     return pattern(text, reduce=dict.fromkeys(reduce.split(), "sum"), linear=TWO, mults=True)
 
 
-def linear(call: Call) -> Rule | None:
-    """linear(x (b*, i), w (o, i), bias? (o,)) -> (b*, o)."""
-    if len(call.ins) == 2:
-        found = bind("b* i, o i -> b* o", call, reduce={"i": "sum"}, linear=TWO)
-    else:
-        found = bind("b* i, o i, o -> b* o", call, reduce={"i": "sum"}, linear=[{0, 2}, {1, 2}], addends=frozenset({2}))
-    return found and with_flops(found)
+def as_product(text: str) -> RuleFn:
+    """Of what reads as a linear layer, or as one of its gradients: "b i, o i, o -> b o", with any number of dims for b
+    and the bias, which comes last, where there is one.
+    """
+    left, right = text.split("->")
+    first, second, *_ = left.split(",")
+    summed = next(factor for factor in "bio" if factor not in right.split())
+    reduce = {"b*" if summed == "b" else summed: "sum"}
+    whole = text.replace("b", "b*")
+    without_bias = f"{first}, {second} -> {right}".replace("b", "b*")
+
+    def rule(call: Call) -> Rule | None:
+        if len(call.ins) == 2:
+            found = bind(without_bias, call, reduce=reduce, linear=TWO)
+        else:
+            found = bind(whole, call, reduce=reduce, linear=[{0, 2}, {1, 2}], addends=frozenset({2}))
+        return found and with_flops(found)
+
+    return rule
 
 
 def with_addend(product: str) -> Callable[[Call], Rule | None]:
@@ -103,10 +115,10 @@ def einsum(call: Call) -> Rule | None:
 
 
 RULES: dict[str, RuleFn] = {
-    "colofunc.linear": linear,
-    "colofunc.linear_dx": _contract("b* o, o i -> b* i", "o"),
-    "colofunc.linear_dw": _contract("b* o, b* i -> o i", "b*"),
-    "aten.linear.default": linear,
+    "colofunc.linear": as_product("b i, o i, o -> b o"),
+    "colofunc.linear_dx": as_product("b o, o i -> b i"),
+    "colofunc.linear_dw": as_product("b o, b i -> o i"),
+    "aten.linear.default": as_product("b i, o i, o -> b o"),
     "aten.mm.default": _contract("m k, k n -> m n", "k"),
     "aten.bmm.default": _contract("b m k, b k n -> b m n", "k"),
     "aten.matmul.default": matmul,
