@@ -23,10 +23,11 @@ from colofunc.mesh import Mesh
 from colofunc.program.facts import COLLECTIVES
 from colofunc.program.ir import map_refs
 from colofunc.spec.layout import Dim, Layout
-from colofunc.spec.parts import join, part
+from colofunc.spec.parts import join
 from colofunc.spec.rule import Call, Ref, Rule, Strategy, TensorType
 from colofunc.spec.rules import rule_for, strategies_for
 from colofunc.spec.strategies import build, usable
+from colofunc.testing.parts import part
 
 SIZES = (2, 3, 5)
 VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}

@@ -25,8 +25,8 @@ from colofunc.program.passes.fold import fold
 from colofunc.program.passes.reuse import added_in_place
 from colofunc.program.passes.time import LoweringRules, over_time
 from colofunc.program.tracing.trace import record_local
-from colofunc.spec.parts import parts
 from colofunc.testing import programs
+from colofunc.testing.parts import parts
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,9 @@ from colofunc.spec.conversions.conversion import conversion, conversion_bytes, c
 from colofunc.spec.conversions.normal import normal
 from colofunc.spec.conversions.refine import Puzzle, refine
 from colofunc.spec.layout import Layout, make_layout, replicated
-from colofunc.spec.parts import join, parts
+from colofunc.spec.parts import join
 from colofunc.spec.spec import Spec
+from colofunc.testing.parts import parts
 from colofunc.testing.strategies import problems
 
 CUBE = Mesh(x=2, y=2, z=2, topology="ideal")

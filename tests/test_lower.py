@@ -14,9 +14,10 @@ from colofunc.mesh import Mesh
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.tracing.trace import record_local, trace
 from colofunc.spec.layout import replicated
-from colofunc.spec.parts import join, parts
+from colofunc.spec.parts import join
 from colofunc.spec.rules import rule_for, strategies_for
 from colofunc.spec.strategies import enumerate_layouts, enumerate_strategies
+from colofunc.testing.parts import parts
 
 
 def lower_at_random(program, mesh, seed):

@@ -17,7 +17,7 @@ from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.schedule import overlap
 from colofunc.program.result_storages import _run_meta
-from colofunc.spec.parts import part
+from colofunc.testing.parts import part
 
 R = Ref
 

@@ -1,6 +1,7 @@
 """From one mesh to another: the parts are those of the whole value, and no rank is sent more than it is to hold."""
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from colofunc.dtensor import tensor as dtensor
 from colofunc.executors.launch import launch
 from colofunc.spec.parts import holds
 from colofunc.spec.regions import count, region_of
-from colofunc.spec.transfer import Transfer, TransferPiece
+from colofunc.spec.spec import bind
+from colofunc.spec.transfer import Transfer, TransferPiece, part
+from colofunc.testing.parts import parts
 
 MESHES = ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}, {})
 DTYPES = (torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int8)
@@ -77,6 +80,40 @@ def check(seed: int) -> bool:
 def test_random_layouts_on_random_meshes() -> None:
     tried = sum(check(seed) for seed in range(400))
     assert tried > 150
+
+
+def drawn_layout(seed: int) -> tuple[torch.Tensor, cf.Layout, cf.Mesh]:
+    """A tensor and how it is to lie: in stripes, padded, with terms that are pending, or at some ranks alone."""
+    draw = random.Random(seed)
+    axes = draw.choice(MESHES)
+    dims = draw.choice([0, 1, 2, 2, 3])
+    shape = [draw.choice([1, 5, 6, 8, 12]) for _ in range(dims)]
+    spec = drawn_spec(draw, axes, dims)
+    for k in range(dims):
+        padded, striped = (f" d{k})", f" d{k}~)"), (rf"\(([abc ]*) d{k}\)", rf"(2 \1 d{k})")
+        spec = spec.replace(*padded) if draw.random() < 0.5 else re.sub(*striped, spec)
+    left = [axis for axis in axes if axis not in spec]
+    if left and draw.random() < 0.5:
+        spec += draw.choice([" +{}", " max:{}", " @{}=0", " @{}=1"]).format(left[0])
+    x = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    mesh = cf.Mesh(**axes)
+    return (x % 7).to(draw.choice(DTYPES)), bind(spec, mesh, x.shape), mesh
+
+
+def test_what_is_placed_lies_as_the_layout_says() -> None:
+    """By definition, on layouts with stripes, padding, pending terms and missing ranks."""
+    seen = set[str]()
+    for seed in range(600):
+        try:
+            x, layout, mesh = drawn_layout(seed)
+        except cf.SpecError:
+            continue
+        text = layout.text()
+        seen |= {sign for sign in ("~", "+", "max", "@") if sign in text}
+        seen |= {"stripes" for dim in layout.dims if len(dim) > 1 and dim[0][1] is None}
+        for rank, expected in enumerate(parts(x, layout, mesh)):
+            assert torch.equal(part(x, layout, mesh, rank), expected), (seed, text, rank)
+    assert len(seen) == 5
 
 
 @pytest.mark.sweep

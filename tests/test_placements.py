@@ -11,9 +11,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from colofunc import compat
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
-from colofunc.spec.parts import parts
 from colofunc.spec.placements import from_placements, to_placements
 from colofunc.spec.spec import Spec
+from colofunc.testing.parts import parts
 from colofunc.testing.strategies import layouts, meshes
 
 MESH = Mesh(dp=2, tp=2)

@@ -26,10 +26,10 @@ from colofunc.program.passes.inplace import in_place
 from colofunc.program.tracing.trace import record_local, trace
 from colofunc.spec.conversions.conversion import conversion_s
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import part
 from colofunc.spec.rule import Cost, Strategy
 from colofunc.spec.rules import rule_for, strategies_for
 from colofunc.spec.strategies import enumerate_layouts, enumerate_strategies
+from colofunc.testing.parts import part
 
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 

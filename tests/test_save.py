@@ -18,7 +18,7 @@ from saved import MESH, bits, state, tensors
 import colofunc as cf
 from colofunc.errors import CheckpointError, InputError
 from colofunc.functional.checkpoint import files
-from colofunc.spec.parts import parts
+from colofunc.testing.parts import parts
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint16, torch.bool,

@@ -18,7 +18,7 @@ from colofunc.functional.checkpoint import disk, files, index
 from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign_writers
 from colofunc.spec import regions
-from colofunc.spec.parts import parts
+from colofunc.testing.parts import parts
 
 # ---- the folder ----
 

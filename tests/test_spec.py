@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import make_layout
-from colofunc.spec.parts import part
 from colofunc.spec.spec import Spec, as_spec, bind, spec_of
+from colofunc.testing.parts import part
 from colofunc.testing.strategies import layouts, meshes
 
 MESH = Mesh(dp=2, sp=2, tp=3, views={"all": ("dp", "tp")})

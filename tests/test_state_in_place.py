@@ -12,8 +12,8 @@ import colofunc as cf
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.program.facts import written
-from colofunc.spec.parts import parts
 from colofunc.testing import check
+from colofunc.testing.parts import parts
 
 D = torch.float64
 SLOTS = 16

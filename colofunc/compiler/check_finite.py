@@ -28,7 +28,7 @@ from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh
 from colofunc.ops.debug import quiet
 from colofunc.program.text import columns
-from colofunc.spec.parts import part
+from colofunc.spec.regions import unpadded
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
@@ -139,9 +139,8 @@ class _Look:
         self.values += 1
         layout = self.plain.program.values[mine].layout
         for rank, x in zip(self.ranks, lanes, strict=True):
-            if layout is not None and layout.is_padded:  # what pads is nobody's value
-                real = torch.ones(layout.shape, dtype=torch.bool)
-                x = x[part(real, layout.with_pending(()), self.mesh, rank).to(x.device)]
+            if layout is not None:  # what pads is nobody's value
+                x = unpadded(x, layout, self.mesh, rank)
             if bool(torch.isfinite(x).all()):
                 continue
             for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)):

@@ -20,8 +20,8 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.program.lazy import Box
 from colofunc.spec.layout import Layout, replicated
-from colofunc.spec.parts import part, shared_parts
-from colofunc.spec.transfer import Transfer, TransferPiece
+from colofunc.spec.parts import shared_parts
+from colofunc.spec.transfer import Transfer, TransferPiece, part
 
 
 class Laid(Protocol):

@@ -32,7 +32,8 @@ from colofunc.ops.flat import are_adjacent, as_adjacent
 from colofunc.ops.plain import refuse_unlike
 from colofunc.program.lazy import LazyTensor, make_parts
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import part, shared_parts
+from colofunc.spec.parts import shared_parts
+from colofunc.spec.transfer import part
 
 Shards = list[torch.Tensor]
 ToDisk = Callable[[Shards, Layout], Shards]

@@ -30,8 +30,9 @@ from colofunc.mesh import Mesh
 from colofunc.program.lazy import LazyTensor, make_parts
 from colofunc.program.tracing.meta import user_line
 from colofunc.spec.layout import Layout, replicated
-from colofunc.spec.parts import global_shape, join, part, row_major
+from colofunc.spec.parts import global_shape, join, row_major
 from colofunc.spec.spec import Spec, bind, spec_of
+from colofunc.spec.transfer import part
 
 SpecLike = str | Spec | Layout
 Maker = Callable[[list[torch.Tensor]], "DTensor"]

@@ -41,8 +41,8 @@ from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.spec.layout import Layout, make_layout
-from colofunc.spec.parts import part
 from colofunc.spec.spec import Spec, as_spec, bind
+from colofunc.spec.transfer import part
 
 COMPARED_BYTES = 1 << 20
 """Ranks compare tensors up to this size in every batch, which takes less than 1 ms, and larger ones in the first."""

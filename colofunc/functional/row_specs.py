@@ -11,12 +11,11 @@ from math import lcm
 from typing import Any
 
 import attrs
-import torch
 
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import part
+from colofunc.spec.regions import region_of
 from colofunc.spec.spec import Spec, as_spec, parse
 
 
@@ -37,7 +36,8 @@ class RowSpec:
 
     def of_rank(self, rows: int, rank: int) -> list[int]:
         """The positions of a rank's rows among `rows`."""
-        return part(torch.arange(rows), self.spec.bind(self.mesh, (rows,)), self.mesh, rank).tolist()
+        layout = self.spec.bind(self.mesh, (rows,))
+        return region_of(layout, self.mesh, rank).spans[0].indices().tolist()
 
     def whole(self, local: int) -> int:
         """How many rows there are where each rank has `local`."""

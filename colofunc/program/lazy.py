@@ -31,8 +31,9 @@ from colofunc import compat
 from colofunc.errors import InputError, TraceError
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import holds, part, shared_parts
+from colofunc.spec.parts import holds, shared_parts
 from colofunc.spec.regions import region_of
+from colofunc.spec.transfer import part
 
 Box = tuple[slice, ...]
 # Zeros of a tensor with data are lazy from this size on; smaller ones are easier to look at as what they are.

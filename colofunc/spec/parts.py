@@ -1,8 +1,6 @@
-"""The meaning of a layout, by definition: cut a global tensor into every rank's part and put the parts together again.
+"""Parts of ranks: who has one, which ranks have the same, and the global tensor that they make together.
 
-This is the reference that everything else is tested against, and what the simulated mesh uses to place inputs. It is
-written for clarity: reshape each dim to its atoms, index the atoms that carry mesh axes with the rank's coordinates,
-merge the rest.
+How a part is cut out of the global tensor is in `transfer`.
 """
 
 from __future__ import annotations
@@ -21,14 +19,6 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-
-
-def _pad(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    if not layout.is_padded:
-        return x
-    out = x.new_zeros(layout.padded_shape)
-    out[_inside(layout)] = x
-    return out
 
 
 def _inside(layout: Layout) -> tuple[slice, ...]:
@@ -51,26 +41,6 @@ def _atoms(layout: Layout) -> list[Atom]:
 def holds(at: At | None, mesh: Mesh, rank: int) -> bool:
     """Whether a rank is among those that have a value, or run an operator."""
     return at is None or mesh.index(rank, at[0]) in at[1]
-
-
-def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Rank `rank`'s part of the global tensor `x`. A pending sum gives the whole value to index 0 and zeros elsewhere.
-
-    An empty tensor where the value does not exist.
-    """
-    if not holds(layout.at, mesh, rank):
-        return x.new_empty(0)
-    where = mesh.coordinates(rank)
-    atoms = _atoms(layout)
-    if not atoms or (layout.is_replicated and not layout.is_padded):
-        out = x
-    else:
-        split = _pad(x, layout).reshape([size for size, _ in atoms])
-        out = split[_index(atoms, where)].reshape(layout.local_shape)
-    # The terms add up to the value: one rank has all of it.
-    if any(how == "sum" and where[axis] for axis, how in layout.pending):
-        out = torch.zeros_like(out)
-    return out
 
 
 NOTHING = (-1,)
@@ -103,13 +73,8 @@ def shared_parts(
     return out
 
 
-def parts(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
-    """All ranks' parts in rank order."""
-    return [part(x, layout, mesh, rank) for rank in range(mesh.size)]
-
-
 def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The global tensor from all ranks' parts (inverse of `parts`; pending reductions are carried out)."""
+    """The global tensor from all ranks' parts (pending reductions are carried out)."""
     atoms = _atoms(layout)
     local_sizes = [size for size, axis in atoms if axis is None]
     out = shards[0].new_empty([size for size, _ in atoms])

@@ -87,6 +87,15 @@ class Region:
         return prod(self.shape)
 
     @property
+    def picks(self) -> tuple[Pick, ...]:
+        """Where its elements lie in the whole, dim by dim."""
+        found: list[Pick] = []
+        for span in self.spans:
+            bounds = span.bounds
+            found.append(_pick(span.indices()) if bounds is None else slice(*bounds, 1))
+        return tuple(found)
+
+    @property
     def is_box(self) -> bool:
         return all(span.bounds is not None for span in self.spans)
 
@@ -225,12 +234,11 @@ def _pick(at: np.ndarray) -> Pick:
 
 def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """`x` at these positions of each dim; a view where all are slices."""
+    # slices first, which are views: what is copied behind them is less
+    x = x[tuple(pick if isinstance(pick, slice) else slice(None) for pick in picks)]
     for dim, pick in enumerate(picks):
-        # a slice is a view
-        if isinstance(pick, slice):
-            x = x[(slice(None),) * dim + (pick,)]
-        else:
-            x = x.index_select(dim, torch.from_numpy(pick))
+        if not isinstance(pick, slice):
+            x = x.index_select(dim, torch.from_numpy(pick).to(x.device))
     return x
 
 

@@ -12,7 +12,7 @@ which sends nothing.
     plan.sent(rank)            # the pieces of its part in `source` that other ranks want
 
 What lies in files is brought to a mesh in the same way: there a piece comes from a stored region (`pieces_of`,
-`assembled`).
+`assembled`). Of a tensor that is here whole, a rank's part is one piece (`part`).
 """
 
 from __future__ import annotations
@@ -71,6 +71,23 @@ def assembled(
     """
     for piece in pieces:
         put(carrier(out), piece.here, carrier(value(piece).contiguous()))
+    return out
+
+
+def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's part of a tensor that is here whole; a view of it where it can be.
+
+    A pending sum gives the whole value to index 0 and zeros elsewhere. An empty tensor where the value does not exist.
+    """
+    if not holds(layout.at, mesh, rank):
+        return whole.new_empty(0)
+    out = whole
+    if layout.is_padded or not layout.is_replicated:
+        out = padded(take(whole, region_of(layout, mesh, rank).picks), layout, mesh, rank)
+    where = mesh.coordinates(rank)
+    # The terms add up to the value: one rank has all of it.
+    if any(how == "sum" and where[axis] for axis, how in layout.pending):
+        out = torch.zeros_like(out)
     return out
 
 

@@ -31,10 +31,10 @@ from colofunc.program.lower import Choice, lower
 from colofunc.program.tracing.record import flat_results
 from colofunc.program.tracing.trace import record_local
 from colofunc.spec.layout import Layout, replicated
-from colofunc.spec.parts import part
 from colofunc.spec.rule import Call, Rule, Strategy, TensorType
 from colofunc.spec.rules import REGISTERED
 from colofunc.spec.strategies import enumerate_strategies, replicated_strategy
+from colofunc.testing.parts import part
 
 MESHES: tuple[dict[str, Any], ...] = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 SIDE = 12  # of the operands of samples that are made up: 2, 3 and 4 divide it
