@@ -449,6 +449,25 @@ def mixed(x: Tensor, w: Tensor) -> Tensor:
     return (x[:, :, None] * w).sum(1)
 
 
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+def test_parameters_of_a_module_are_weights_where_nothing_else_says_so(order: tuple[int, ...]) -> None:
+    """Scales and attention heads that an einsum multiplies: no operator reads them as weights."""
+    heads, scale = nn.Parameter(torch.randn(2, 8, 4, dtype=D)), nn.Parameter(torch.randn(8, dtype=D), requires_grad=False)
+
+    def forward(*given: Any) -> Tensor:
+        w, x = (given[order.index(k)] for k in range(2))
+        return torch.einsum("bd,hde->bhe", x * w["scale"], w["heads"])
+
+    parts: list[Any] = [{"heads": heads, "scale": scale}, rows()]
+    given = [parts[k] for k in order]
+    step = cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp"))
+    lies = {leaf.name.rsplit(".", 1)[-1]: (leaf.role, leaf.spec) for leaf in step.lower(*given).plan.inputs}
+    assert [role for role, _ in lies.values()].count("batch") == 1
+    assert lies["heads"][0] == "param" and lies["scale"][0] == "frozen"
+    assert "dp" in lies["heads"][1]
+    torch.testing.assert_close(step(*given).full(), forward(*given).detach(), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("step", [mixed, lambda x, w: (x.cumsum(0) + w * w).tanh()])
 def test_an_error_where_no_weights_are_known_names_what_says_them(step: Any) -> None:
     with pytest.raises(cf.PlanError) as found:
