@@ -179,13 +179,54 @@ def test_a_product_of_ones_own_is_split_as_a_linear_layer(mode: str, ways: list[
     "words, named",
     [
         ({"as_product": "b i, o j -> b o"}, "no linear layer"),
+        ({"as_product": ("b i, o i -> b o",)}, "no linear layer"),
         ({"as_product": "b i, o i -> b o", "rule": "b* i, o i -> b* o"}, "without rule"),
+        ({"as_product": "b i, o i -> b o", "reduce": {"i": "sum"}}, "without rule, reduce and linear"),
         ({"row_order": "sorted"}, "any, dealt"),
     ],
 )
 def test_what_is_no_linear_layer_or_order_is_refused(words: dict[str, Any], named: str) -> None:
     with pytest.raises(cf.errors.PluginError, match=named):
         cf.operator("opstest.misfit", **words)
+
+
+def plain_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w)
+
+
+def with_number(x: torch.Tensor, w: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
+    return F.linear(x, w) * scale
+
+
+def with_bias(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, w, bias)
+
+
+@pytest.mark.parametrize("function", [with_number, with_bias])
+def test_what_takes_more_than_a_products_tensors_is_none(function: Any) -> None:
+    with pytest.raises(cf.errors.PluginError, match="is of 2 tensors and gives one, and nothing else"):
+        cf.operator("opstest.more", as_product="b i, o i -> b o")(function)
+
+
+def test_a_product_is_known_to_plans_that_were_used_before() -> None:
+    """As in a notebook, where a plan has been at work when the operator is defined; spaces in its text mean nothing."""
+    x, w, plan = randn(8, 8), randn(8, 8), tensor("2d", ("dp", "tp"))
+    cf.shard(lambda x, w: F.linear(x, w), MESH, plan).lower(x, w)
+    late = cf.operator("opstest.late", as_product="b i,o  i->b o", weights=["w"])(plain_product)
+    step = cf.shard(lambda x, w: late(x, w), MESH, tensor("2d", ("dp", "tp")))
+    assert [d.strategy for d in step.lower(x, w).plan.find("opstest.late")] == ["{dp: summa rows, tp: summa columns}"]
+    torch.testing.assert_close(step(x, w).full(), F.linear(x, w), rtol=1e-12, atol=0)
+
+
+@cf.operator("opstest.casting", as_product="b i, o i -> b o", weights=["w"])
+def casting(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w.to(x.dtype))
+
+
+def test_a_product_that_casts_keeps_its_own_code() -> None:
+    x, w = randn(8, 8), randn(8, 8).float()
+    step = cf.shard(lambda x, w: casting(x, w), MESH, tensor("auto", ("dp", "tp")))
+    torch.testing.assert_close(step(x, w).full(), casting(x, w), rtol=1e-12, atol=1e-12)
 
 
 # ---- in a step ----

@@ -15,6 +15,7 @@ import attrs
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
+from colofunc.spec.parts import holds
 from colofunc.spec.regions import region_of
 from colofunc.spec.spec import Spec, as_spec, parse
 
@@ -37,6 +38,8 @@ class RowSpec:
     def of_rank(self, rows: int, rank: int) -> list[int]:
         """The positions of a rank's rows among `rows`."""
         layout = self.spec.bind(self.mesh, (rows,))
+        if not holds(layout.at, self.mesh, rank):
+            return []
         return region_of(layout, self.mesh, rank).spans[0].indices().tolist()
 
     def whole(self, local: int) -> int:

@@ -150,8 +150,8 @@ def define(
     `rows`: "read", few rows of its first operand, a table, at the indices of its second; "summed", the same, and each row
     of its result is a sum of them; "written", few rows of its result, which are given to it.
 
-    `row_order`: "any", it is all the same in which order rows lie, also to local code of plugins that split it; "dealt",
-    and how rows are dealt to the ranks of axes that the local code splits by a pattern of its own.
+    `row_order`: "any", it does not matter in which order rows lie, neither to it nor to local code of plugins that split
+    it; "dealt": nor does it matter which ranks have which rows, on axes that the local code splits by a pattern of its own.
 
     `work`: which kind of kernel it is, one of `WORK`, where a machine has rates of kinds; what says nothing counts as
     elementwise, by the bytes that it reads and writes.

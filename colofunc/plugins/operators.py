@@ -43,9 +43,10 @@ from colofunc.errors import PluginError, ProgramError
 from colofunc.ops.define import KERNELS, Operator, check_words, define
 from colofunc.ops.define import OPERATORS as DEFINED
 from colofunc.ops.targets import forget_targets, overload
+from colofunc.plugins.registry import build_registry
 from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
 from colofunc.spec.rules import REGISTERED
-from colofunc.spec.rules.matmul import as_product as as_product_rule
+from colofunc.spec.rules.matmul import product_rule
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
 OPERATORS: dict[str, PluginOperator] = {}
@@ -130,8 +131,8 @@ def operator(
     `rows`: "read", it looks few rows of its first tensor, a table, up at the indices of its second; "summed", and each
     row of its result is a sum of them; "written", it writes few rows of its result, as the gradient of a table.
 
-    `row_order`: "any", it is all the same in which order its rows lie, also to local code of plugins that split it, as a
-    linear layer, a norm or a softmax; "dealt", and which rank of such a plugin's own axes has which, as experts.
+    `row_order`: "any", it does not matter in which order its rows lie, neither to it nor to local code of plugins that
+    split it: a linear layer, a norm, a softmax. "dealt": nor does it matter which ranks have which rows: experts.
 
     `work`: its kind, where a machine has rates of kinds: "transcendental", "normalisation", "softmax", "reduction" or
     "gather"; else "elementwise", by the bytes that it reads and writes.
@@ -139,8 +140,9 @@ def operator(
     `backward_products`: of a product with a `backward` of its own, the operators that make its gradients, by name.
 
     `as_product`: of an operator that is a linear layer of rows b, inputs i and outputs o, or one of its gradients, how it
-    reads as one: "b i, o i, o -> b o", where b is any number of dims, and a bias may be missing. It has the rule of a
-    linear layer, and plans that multiply matrices in a way of their own do so in its place.
+    reads as one: "b i, o i, o -> b o", where b is any number of dims, and a call may leave the bias out. It takes these
+    tensors and nothing else. The text is its rule, and plans that multiply matrices in a way of their own do so in its
+    place.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
@@ -155,8 +157,13 @@ def operator(
     for argument, names in (("backward_products", backward_products), ("weights", weights)):
         if isinstance(names, str):
             raise PluginError(f"cf.operator {name!r}: {argument}={names!r} is one text. Try: {argument}=({names!r},)")
-    product_rule = _product_rule(name, as_product, rule) if as_product else None
-    mults = mults or product_rule is not None
+    if as_product:
+        as_product = _linear_layer(name, as_product)
+        if rule is not None or reduce or tuple(linear):
+            raise PluginError(
+                f"cf.operator {name!r}: as_product={as_product!r} is its rule. Try: without rule, reduce and linear"
+            )
+    mults = mults or bool(as_product)
     if backward_products and not mults:
         raise PluginError(
             f"cf.operator {name!r}: backward_products are of an operator that multiplies matrices. Try: mults=True"
@@ -172,14 +179,17 @@ def operator(
         schema = _schema(name, short, reference)
         positions = _positions(name, schema, weights)
         _check_rows(name, schema, rows)
-        rule_fn = product_rule or rule
+        rule_fn = rule
         if as_product:
-            _check_rule(name, as_product, schema)
-        if isinstance(rule, str):
+            _check_product(name, as_product, schema)
+            rule_fn = product_rule(as_product)
+        elif isinstance(rule, str):
             _check_rule(name, rule, schema)
             of_text = repeated if "Tensor[]" in schema else pattern
             rule_fn = of_text(rule, reduce=reduce, linear=linear, mults=mults)
         defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
+        if as_product != DEFINED[name].as_product:
+            build_registry.cache_clear()  # plans there have strategies for the products that there were
         DEFINED[name] = attrs.evolve(
             defined,
             product=mults,
@@ -187,7 +197,7 @@ def operator(
             as_product=as_product,
             weights=positions,
             rows=rows,
-            row_order=row_order,
+            row_order=row_order or ("any" if as_product else ""),
             work=work,
         )
         plain = _by_position(reference, signature)
@@ -380,18 +390,33 @@ def _check_rows(name: str, schema: str, rows: str) -> None:
         )
 
 
-def _product_rule(name: str, text: str, rule: str | RuleFn | None) -> RuleFn:
-    """The rule of an operator that reads as a linear layer, or as a gradient of one. Raises PluginError for others."""
-    spaced = [[" ".join(word.split()) for word in side.split(",")] for side in text.split("->")]
-    plain = " -> ".join(", ".join(words) for words in spaced)
+def _linear_layer(name: str, text: str) -> str:
+    """What `as_product` says, with one space between words. Raises PluginError for what is no linear layer."""
+    plain = text
+    if isinstance(text, str):
+        sides = (side.split(",") for side in text.split("->"))
+        plain = " -> ".join(", ".join(" ".join(word.split()) for word in words) for words in sides)
     if plain not in LINEAR_LAYERS:
         raise PluginError(
             f"cf.operator {name!r}: as_product={text!r} is no linear layer, nor a gradient of one. "
             f"Try: one of {', '.join(map(repr, LINEAR_LAYERS))}"
         )
-    if rule is not None:
-        raise PluginError(f"cf.operator {name!r}: as_product is its rule, and rule={rule!r} is given. Try: without rule")
-    return as_product_rule(plain)
+    return plain
+
+
+def _check_product(name: str, as_product: str, schema: str) -> None:
+    """Raises PluginError unless the function takes the tensors of a product, and nothing that could change what it
+    gives.
+    """
+    wanted = ["Tensor"] * (as_product.count(",") + 1)
+    taken, given = schema[schema.index("(") + 1 :].rsplit(") -> ", 1)
+    kinds = [argument.split()[0] for argument in taken.split(", ")]
+    optional = [*wanted[:2], "Tensor?"]  # a bias that a call may leave out
+    if given != "Tensor" or kinds not in ([wanted, optional] if len(wanted) == 3 else [wanted]):
+        raise PluginError(
+            f"cf.operator {name!r}: as_product={as_product!r} is of {len(wanted)} tensors and gives one, and nothing "
+            f"else; the function is {schema}. Try: these tensors alone"
+        )
 
 
 def _check_rule(name: str, rule: str, schema: str) -> None:

@@ -145,8 +145,8 @@ def writes_rows(target: str) -> bool:
 
 
 def row_order(target: str) -> str:
-    """In which order the rows of an operator's operands may lie: "any", "dealt" (`ops.define`), or "" where local code may
-    go by it.
+    """In which order the rows of an operator's operands may lie: "any", "dealt" (`ops.define`), or "" where the order
+    may matter to local code.
     """
     operator = OPERATORS.get(target)
     if operator is not None:

@@ -87,15 +87,6 @@ class Region:
         return prod(self.shape)
 
     @property
-    def picks(self) -> tuple[Pick, ...]:
-        """Where its elements lie in the whole, dim by dim."""
-        found: list[Pick] = []
-        for span in self.spans:
-            bounds = span.bounds
-            found.append(_pick(span.indices()) if bounds is None else slice(*bounds, 1))
-        return tuple(found)
-
-    @property
     def is_box(self) -> bool:
         return all(span.bounds is not None for span in self.spans)
 
@@ -196,6 +187,27 @@ def common(one: Region, other: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ..
     return tuple(in_one), tuple(in_other)
 
 
+def cut(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """The elements of a region of a tensor; a view where each dim of them is evenly spaced, else one copy."""
+    runs = [span.bounds for span in region.spans]
+    if None not in runs:
+        return whole[tuple(slice(*run) for run in runs if run is not None)]
+    sizes: list[int] = []
+    strides: list[int] = []
+    first = whole.storage_offset()
+    for dim, (span, run) in enumerate(zip(region.spans, runs, strict=True)):
+        if run is None and span.limit is not None:
+            # stripes of which the last are shorter
+            short = take(whole.movedim(dim, 0), [_pick(span.indices())]).movedim(0, dim)
+            held = (*region.spans[:dim], IndexSpan(0, ((span.size, 1),)), *region.spans[dim + 1 :])
+            return cut(short, Region(held))
+        start, loops = (span.start, span.loops) if run is None else (run[0], ((run[1] - run[0], 1),))
+        first += start * whole.stride(dim)
+        sizes += [size for size, _ in loops]
+        strides += [stride * whole.stride(dim) for _, stride in loops]
+    return whole.as_strided(sizes, strides, first).reshape(region.shape)
+
+
 def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """The elements of `region_of` in a rank's part; a view where they are evenly spaced."""
     if not layout.is_padded or not holds(layout.at, mesh, rank):
@@ -207,9 +219,9 @@ def padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.
     """A rank's part from the elements of `region_of`: zeros where it is padded."""
     if tuple(value.shape) == layout.local_shape:
         return value
-    out = torch.zeros(layout.local_shape, dtype=value.dtype, device=value.device)
+    out = value.new_zeros(layout.local_shape)
     if value.numel():
-        put(carrier(out), positions(layout, mesh, rank), carrier(value))
+        put(carrier(out), positions(layout, mesh, rank), carrier(value.resolve_conj().resolve_neg()))
     return out
 
 
@@ -234,10 +246,11 @@ def _pick(at: np.ndarray) -> Pick:
 
 def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """`x` at these positions of each dim; a view where all are slices."""
-    # slices first, which are views: what is copied behind them is less
-    x = x[tuple(pick if isinstance(pick, slice) else slice(None) for pick in picks)]
     for dim, pick in enumerate(picks):
-        if not isinstance(pick, slice):
+        # a slice is a view
+        if isinstance(pick, slice):
+            x = x[(slice(None),) * dim + (pick,)]
+        else:
             x = x.index_select(dim, torch.from_numpy(pick).to(x.device))
     return x
 

@@ -12,7 +12,7 @@ which sends nothing.
     plan.sent(rank)            # the pieces of its part in `source` that other ranks want
 
 What lies in files is brought to a mesh in the same way: there a piece comes from a stored region (`pieces_of`,
-`assembled`). Of a tensor that is here whole, a rank's part is one piece (`part`).
+`assembled`). Of a tensor that is whole in this process, a rank's part is one piece (`part`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,24 @@ from typing import Generic, TypeVar
 import attrs
 import torch
 
+from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import holds
-from colofunc.spec.regions import Pick, Region, carrier, common, count, owners, padded, put, region_of, take, unpadded
+from colofunc.spec.regions import (
+    Pick,
+    Region,
+    carrier,
+    common,
+    count,
+    cut,
+    owners,
+    padded,
+    put,
+    region_of,
+    take,
+    unpadded,
+)
 
 Source = TypeVar("Source")
 
@@ -75,19 +89,23 @@ def assembled(
 
 
 def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """A rank's part of a tensor that is here whole; a view of it where it can be.
+    """A rank's part of a tensor that is whole in this process; a view of it where it can be.
 
     A pending sum gives the whole value to index 0 and zeros elsewhere. An empty tensor where the value does not exist.
+    Raises SpecError where the tensor has another shape than the layout says.
     """
+    if whole.shape != layout.shape:
+        raise SpecError(f"a tensor of shape {tuple(whole.shape)} was to be laid as {layout.text()!r} of {layout.shape}")
     if not holds(layout.at, mesh, rank):
         return whole.new_empty(0)
-    out = whole
-    if layout.is_padded or not layout.is_replicated:
-        out = padded(take(whole, region_of(layout, mesh, rank).picks), layout, mesh, rank)
-    where = mesh.coordinates(rank)
-    # The terms add up to the value: one rank has all of it.
-    if any(how == "sum" and where[axis] for axis, how in layout.pending):
-        out = torch.zeros_like(out)
+    out = whole if layout.is_replicated else cut(whole, region_of(layout, mesh, rank))
+    if layout.is_padded:
+        out = padded(out, layout, mesh, rank)
+    if layout.pending:
+        where = mesh.coordinates(rank)
+        # The terms add up to the value: one rank has all of it.
+        if any(how == "sum" and where[axis] for axis, how in layout.pending):
+            out = torch.zeros_like(out)
     return out
 
 

@@ -111,6 +111,8 @@ def forms(call: Call) -> Iterator[Form]:
     given = sum(arg is not None for arg in call.args)
     if call.kwargs or given != len(call.ins) or None in types:
         return  # addmm with alpha or beta
+    if len({type_.dtype for type_ in types if type_ is not None}) > 1:
+        return  # one that casts as well
     shapes = [type_.shape for type_ in types if type_ is not None]
     for text in as_products(call.target):
         left, out = (side.strip() for side in text.split("->"))

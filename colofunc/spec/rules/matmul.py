@@ -24,9 +24,9 @@ def _contract(text: str, reduce: str) -> RuleFn:
     return pattern(text, reduce=dict.fromkeys(reduce.split(), "sum"), linear=TWO, mults=True)
 
 
-def as_product(text: str) -> RuleFn:
-    """Of what reads as a linear layer, or as one of its gradients: "b i, o i, o -> b o", with any number of dims for b
-    and the bias, which comes last, where there is one.
+def product_rule(text: str) -> RuleFn:
+    """The rule of what reads as a linear layer, or as one of its gradients: "b i, o i, o -> b o", with any number of dims
+    for b; the bias comes last, and a call may leave it out.
     """
     left, right = text.split("->")
     first, second, *_ = left.split(",")
@@ -115,10 +115,10 @@ def einsum(call: Call) -> Rule | None:
 
 
 RULES: dict[str, RuleFn] = {
-    "colofunc.linear": as_product("b i, o i, o -> b o"),
-    "colofunc.linear_dx": as_product("b o, o i -> b i"),
-    "colofunc.linear_dw": as_product("b o, b i -> o i"),
-    "aten.linear.default": as_product("b i, o i, o -> b o"),
+    "colofunc.linear": product_rule("b i, o i, o -> b o"),
+    "colofunc.linear_dx": product_rule("b o, o i -> b i"),
+    "colofunc.linear_dw": product_rule("b o, b i -> o i"),
+    "aten.linear.default": product_rule("b i, o i, o -> b o"),
     "aten.mm.default": _contract("m k, k n -> m n", "k"),
     "aten.bmm.default": _contract("b m k, b k n -> b m n", "k"),
     "aten.matmul.default": matmul,
