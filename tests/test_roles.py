@@ -450,7 +450,7 @@ def mixed(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(2))))
-def test_parameters_of_a_module_are_weights_where_nothing_else_says_so(order: tuple[int, ...]) -> None:
+def test_parameters_are_weights_where_nothing_else_says_so(order: tuple[int, ...]) -> None:
     """Scales and attention heads that an einsum multiplies: no operator reads them as weights."""
     heads, scale = nn.Parameter(torch.randn(2, 8, 4, dtype=D)), nn.Parameter(torch.randn(8, dtype=D), requires_grad=False)
 
@@ -462,10 +462,28 @@ def test_parameters_of_a_module_are_weights_where_nothing_else_says_so(order: tu
     given = [parts[k] for k in order]
     step = cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp"))
     lies = {leaf.name.rsplit(".", 1)[-1]: (leaf.role, leaf.spec) for leaf in step.lower(*given).plan.inputs}
-    assert [role for role, _ in lies.values()].count("batch") == 1
-    assert lies["heads"][0] == "param" and lies["scale"][0] == "frozen"
-    assert "dp" in lies["heads"][1]
+    assert lies.pop("heads") == ("param", "dp a b") and lies.pop("scale") == ("param", "(dp a)")
+    assert [role for role, _ in lies.values()] == ["batch"]
     torch.testing.assert_close(step(*given).full(), forward(*given).detach(), rtol=0, atol=1e-12)
+
+
+def test_gradients_and_marks_say_more_than_the_type_of_a_leaf() -> None:
+    """Adapters beside a module's parameters, an image that is moved, latents: all of them may be nn.Parameters."""
+    def tune(lora: Any, base: Any, x: Tensor) -> Any:
+        return cf.value_and_grad(lambda lora: (x @ (base["w"] + lora["b"] @ lora["a"])).pow(2).sum())(lora)
+
+    base, lora = {"w": nn.Parameter(torch.randn(8, 8))}, {"a": torch.randn(2, 8), "b": torch.randn(8, 2)}
+    found = roles(tune, lora, base, torch.randn(4, 8))
+    assert {found["lora.a"], found["lora.b"], found["base.w"]} == {"param", "batch"} and found["x"] == "batch"
+    assert found == roles(tune, lora, {"w": base["w"].detach()}, torch.randn(4, 8))
+
+    model = network()
+    def moved(params: Any, image: Tensor) -> Any:
+        return cf.value_and_grad(lambda image: model.apply(params, model.buffers, image)[0].sum())(image)
+
+    assert roles(moved, model.params, nn.Parameter(rows()))["image"] == "batch"
+    average = roles(lambda old, new: {k: 0.9 * old[k] + 0.1 * new[k] for k in old}, base, dict(base))
+    assert set(average.values()) == {"batch"}
 
 
 @pytest.mark.parametrize("step", [mixed, lambda x, w: (x.cumsum(0) + w * w).tanh()])

@@ -8,7 +8,7 @@ is. Idea: who makes a tensor notes its role, and a trace asks the tensors that i
     role_of(tensor)                                   # "param"; "" where nobody has said one
 
 What is computed from such a tensor is another tensor and has none. DTensors carry the role that their step's plan gave
-them. An `nn.Parameter` says what it is by its type.
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,4 @@ def role_of(tensor: torch.Tensor) -> str:
     """What a tensor carries; "" where nobody has said."""
     if isinstance(tensor, DTensor):
         return tensor.role
-    given = str(_GIVEN.get(tensor, ""))
-    if not given and isinstance(tensor, torch.nn.Parameter):
-        return "param" if tensor.requires_grad else "frozen"
-    return given
+    return str(_GIVEN.get(tensor, ""))

@@ -151,7 +151,8 @@ def define(
     of its result is a sum of them; "written", few rows of its result, which are given to it.
 
     `row_order`: "any", it does not matter in which order rows lie, neither to it nor to local code of plugins that split
-    it; "dealt": nor does it matter which ranks have which rows, on axes that the local code splits by a pattern of its own.
+    it; "dealt", as "any", and it does not matter which ranks have which rows, on axes that the local code splits by a
+    pattern of its own.
 
     `work`: which kind of kernel it is, one of `WORK`, where a machine has rates of kinds; what says nothing counts as
     elementwise, by the bytes that it reads and writes.

@@ -132,7 +132,8 @@ def operator(
     row of its result is a sum of them; "written", it writes few rows of its result, as the gradient of a table.
 
     `row_order`: "any", it does not matter in which order its rows lie, neither to it nor to local code of plugins that
-    split it: a linear layer, a norm, a softmax. "dealt": nor does it matter which ranks have which rows: experts.
+    split it, as for a linear layer, a norm or a softmax (and for what has `as_product`). "dealt": as "any", and it does
+    not matter which ranks have which rows, as for experts.
 
     `work`: its kind, where a machine has rates of kinds: "transcendental", "normalisation", "softmax", "reduction" or
     "gather"; else "elementwise", by the bytes that it reads and writes.
@@ -140,8 +141,8 @@ def operator(
     `backward_products`: of a product with a `backward` of its own, the operators that make its gradients, by name.
 
     `as_product`: of an operator that is a linear layer of rows b, inputs i and outputs o, or one of its gradients, how it
-    reads as one: "b i, o i, o -> b o", where b is any number of dims, and a call may leave the bias out. It takes these
-    tensors and nothing else. The text is its rule, and plans that multiply matrices in a way of their own do so in its
+    reads as one: "b i, o i, o -> b o", where b is any number of dims, and a call may leave the bias out. The function
+    takes these tensors and nothing else. The text is its rule, and plans that multiply matrices in a way of their own do so in its
     place.
     """
     space, _, short = name.partition(".")
@@ -410,12 +411,12 @@ def _check_product(name: str, as_product: str, schema: str) -> None:
     """
     wanted = ["Tensor"] * (as_product.count(",") + 1)
     taken, given = schema[schema.index("(") + 1 :].rsplit(") -> ", 1)
-    kinds = [argument.split()[0] for argument in taken.split(", ")]
+    kinds = [argument.split()[0] for argument in taken.split(", ") if argument]
     optional = [*wanted[:2], "Tensor?"]  # a bias that a call may leave out
     if given != "Tensor" or kinds not in ([wanted, optional] if len(wanted) == 3 else [wanted]):
         raise PluginError(
             f"cf.operator {name!r}: as_product={as_product!r} is of {len(wanted)} tensors and gives one, and nothing "
-            f"else; the function is {schema}. Try: these tensors alone"
+            f"else; the function is {schema}. Try: def {name.partition('.')[2]}(x: Tensor, w: Tensor) -> Tensor"
         )
 
 

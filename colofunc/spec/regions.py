@@ -188,7 +188,7 @@ def common(one: Region, other: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ..
 
 
 def cut(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    """The elements of a region of a tensor; a view where each dim of them is evenly spaced, else one copy."""
+    """The elements of a region of a tensor; a view where each dim of them is evenly spaced, else a copy."""
     runs = [span.bounds for span in region.spans]
     if None not in runs:
         return whole[tuple(slice(*run) for run in runs if run is not None)]
@@ -246,11 +246,10 @@ def _pick(at: np.ndarray) -> Pick:
 
 def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """`x` at these positions of each dim; a view where all are slices."""
+    # Slices first: they are views, so that less is copied afterwards.
+    x = x[tuple(pick if isinstance(pick, slice) else slice(None) for pick in picks)]
     for dim, pick in enumerate(picks):
-        # a slice is a view
-        if isinstance(pick, slice):
-            x = x[(slice(None),) * dim + (pick,)]
-        else:
+        if not isinstance(pick, slice):
             x = x.index_select(dim, torch.from_numpy(pick).to(x.device))
     return x
 

@@ -95,7 +95,10 @@ def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
     Raises SpecError where the tensor has another shape than the layout says.
     """
     if whole.shape != layout.shape:
-        raise SpecError(f"a tensor of shape {tuple(whole.shape)} was to be laid as {layout.text()!r} of {layout.shape}")
+        raise SpecError(
+            f"a tensor of shape {tuple(whole.shape)} is to lie as {layout.text()!r} of {layout.shape}. "
+            "Try: the shape that was said of it"
+        )
     if not holds(layout.at, mesh, rank):
         return whole.new_empty(0)
     out = whole if layout.is_replicated else cut(whole, region_of(layout, mesh, rank))

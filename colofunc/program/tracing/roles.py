@@ -10,6 +10,7 @@ have weights.
     opt.update(grads, state, params)         mark_role("state", ...)
     functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
     F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
+    x * w                                    so is w where it is an nn.Parameter
 
 Neither the position of an argument nor a word in a path decides. Arguments that are never marked, differentiated or
 read as weights and carry no role are the batch, all of them.
@@ -76,6 +77,7 @@ class Observed:
     differentiated: Mapping[str, int]  # leaf -> how deep inside other gradients
     next_values: Mapping[str, int]  # leaf of an argument that a result is anew -> the value that comes back for it
     carried: Mapping[str, str] = attrs.field(factory=dict)  # leaf -> the role that its tensor carries
+    parameters: Collection[str] = ()  # leaves that are given as nn.Parameter
 
     def roles(self) -> dict[str, str]:
         """Leaf -> its role."""
@@ -206,7 +208,7 @@ class Observed:
         return False
 
     def _weight_operands(self) -> set[str]:
-        """Leaves that operators read as weights."""
+        """Leaves that operators read as weights, or that say so by their type beside an argument without such ones."""
         made = {out: node for node in self.nodes for out in node.results}
         names = {value: name for name, value in self.ids.items()}
 
@@ -221,6 +223,8 @@ class Observed:
                 if place < len(node.refs):
                     found.add(leaf_behind(node.refs[place]))
         found |= self._second_factors(leaf_behind)
+        if self._has_rows_beside(self.parameters):
+            found |= set(self.parameters)
         return found - {""}
 
     def _second_factors(self, leaf_behind: Callable[[int], str]) -> set[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -106,7 +106,10 @@ def trace(
         role = "" if role_of is None else role_of(leaf)
         if role:
             carried[name] = role
-    values, knows_no_weights = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried)
+    parameters = {
+        name for name, leaf in zip(tree.names(), leaves, strict=True) if isinstance(leaf, torch.nn.Parameter)
+    }
+    values, knows_no_weights = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried, parameters)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
@@ -273,12 +276,15 @@ def _with_roles(
     out_ids: Sequence[int],
     differentiated: Mapping[str, int],
     carried: Mapping[str, str],
+    parameters: Collection[str],
 ) -> tuple[dict[int, Value], bool]:
     """Values with the roles of the inputs, and whether nothing says where the weights are."""
     values = dict(rec.values)
     ids = {name: vid for vid, name in enumerate(tree.names())}
     after = next_values(tree.children, results_of(out_tree), ids, out_ids, values, rec.nodes)
-    observed = Observed(tree.children, ids, values, rec.nodes, rec.where.marks, differentiated, after, carried)
+    observed = Observed(
+        tree.children, ids, values, rec.nodes, rec.where.marks, differentiated, after, carried, parameters
+    )
     for name, role in observed.roles().items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
     return values, observed.knows_no_weights()
