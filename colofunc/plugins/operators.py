@@ -32,6 +32,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -46,7 +47,7 @@ from colofunc.ops.targets import forget_targets, overload
 from colofunc.plugins.registry import build_registry
 from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
 from colofunc.spec.rules import REGISTERED
-from colofunc.spec.rules.matmul import product_rule
+from colofunc.spec.rules.matmul import product
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
 OPERATORS: dict[str, PluginOperator] = {}
@@ -183,7 +184,7 @@ def operator(
         rule_fn = rule
         if as_product:
             _check_product(name, as_product, schema)
-            rule_fn = product_rule(as_product)
+            rule_fn = partial(product, as_product)
         elif isinstance(rule, str):
             _check_rule(name, rule, schema)
             of_text = repeated if "Tensor[]" in schema else pattern

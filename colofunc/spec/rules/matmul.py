@@ -10,6 +10,7 @@ A bias is an addend: where the contraction is split it must be counted once. Flo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 
 import attrs
 
@@ -24,36 +25,37 @@ def _contract(text: str, reduce: str) -> RuleFn:
     return pattern(text, reduce=dict.fromkeys(reduce.split(), "sum"), linear=TWO, mults=True)
 
 
-def product_rule(text: str) -> RuleFn:
+def product(text: str, call: Call) -> Rule | None:
     """The rule of what reads as a linear layer, or as one of its gradients: "b i, o i, o -> b o", with any number of dims
     for b; the bias comes last, and a call may leave it out.
     """
+    whole, without_bias, summed = _patterns(text)
+    if len(call.ins) == 2:
+        found = bind(without_bias, call, reduce={summed: "sum"}, linear=TWO)
+    else:
+        found = bind(whole, call, reduce={summed: "sum"}, linear=[{0, 2}, {1, 2}], addends=frozenset({2}))
+    return found and with_flops(found)
+
+
+@cache
+def _patterns(text: str) -> tuple[str, str, str]:
+    """The pattern of a product, the one without a bias, and the factor that is summed."""
     left, right = text.split("->")
     first, second, *_ = left.split(",")
     summed = next(factor for factor in "bio" if factor not in right.split())
-    reduce = {"b*" if summed == "b" else summed: "sum"}
-    whole = text.replace("b", "b*")
-    without_bias = f"{first}, {second} -> {right}".replace("b", "b*")
-
-    def rule(call: Call) -> Rule | None:
-        if len(call.ins) == 2:
-            found = bind(without_bias, call, reduce=reduce, linear=TWO)
-        else:
-            found = bind(whole, call, reduce=reduce, linear=[{0, 2}, {1, 2}], addends=frozenset({2}))
-        return found and with_flops(found)
-
-    return rule
+    starred = [each.replace("b", "b*") for each in (text, f"{first}, {second} -> {right}", summed)]
+    return starred[0], starred[1], starred[2]
 
 
-def with_addend(product: str) -> Callable[[Call], Rule | None]:
+def with_addend(text: str) -> Callable[[Call], Rule | None]:
     """beta * c + alpha * a @ b, where c broadcasts to the result: joint linearity, and c counted once."""
-    names = product.split("->")[1].split()
+    names = text.split("->")[1].split()
 
     def rule(call: Call) -> Rule | None:
         out = call.outs[0]
         if out is None:
             return None
-        found = bind(product, Call(call.target, call.args, call.kwargs, call.ins[1:], call.outs))
+        found = bind(text, Call(call.target, call.args, call.kwargs, call.ins[1:], call.outs))
         if found is None:
             return None
         shape = call.ins[0].shape
@@ -115,10 +117,10 @@ def einsum(call: Call) -> Rule | None:
 
 
 RULES: dict[str, RuleFn] = {
-    "colofunc.linear": product_rule("b i, o i, o -> b o"),
-    "colofunc.linear_dx": product_rule("b o, o i -> b i"),
-    "colofunc.linear_dw": product_rule("b o, b i -> o i"),
-    "aten.linear.default": product_rule("b i, o i, o -> b o"),
+    "colofunc.linear": partial(product, "b i, o i, o -> b o"),
+    "colofunc.linear_dx": partial(product, "b o, o i -> b i"),
+    "colofunc.linear_dw": partial(product, "b o, b i -> o i"),
+    "aten.linear.default": partial(product, "b i, o i, o -> b o"),
     "aten.mm.default": _contract("m k, k n -> m n", "k"),
     "aten.bmm.default": _contract("b m k, b k n -> b m n", "k"),
     "aten.matmul.default": matmul,
