@@ -143,8 +143,8 @@ def operator(
 
     `as_product`: of an operator that is a linear layer of rows b, inputs i and outputs o, or one of its gradients, how it
     reads as one: "b i, o i, o -> b o", where b is any number of dims, and a call may leave the bias out. The function
-    takes these tensors and nothing else. The text is its rule, and plans that multiply matrices in a way of their own do so in its
-    place.
+    takes these tensors and nothing else. The text is its rule, and plans that multiply matrices in a way of their own
+    do so in its place.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
@@ -152,10 +152,7 @@ def operator(
             f'cf.operator: {name!r} is no name for an operator. Try: "mylib.gated", with a library name of your own'
         )
 
-    try:
-        check_words(f"cf.operator {name!r}", rows=rows, row_order=row_order, work=work)
-    except ValueError as error:
-        raise PluginError(str(error)) from None
+    _check_words(name, rows, row_order, work)
     for argument, names in (("backward_products", backward_products), ("weights", weights)):
         if isinstance(names, str):
             raise PluginError(f"cf.operator {name!r}: {argument}={names!r} is one text. Try: {argument}=({names!r},)")
@@ -166,15 +163,7 @@ def operator(
                 f"cf.operator {name!r}: as_product={as_product!r} is its rule. Try: without rule, reduce and linear"
             )
     mults = mults or bool(as_product)
-    if backward_products and not mults:
-        raise PluginError(
-            f"cf.operator {name!r}: backward_products are of an operator that multiplies matrices. Try: mults=True"
-        )
-    for each in backward_products:
-        if each not in DEFINED and not _is_of_torch(each):
-            raise PluginError(
-                f"cf.operator {name!r}: backward_products names {each!r}. Try: an operator that is defined"
-            )
+    _check_backward_products(name, backward_products, mults)
 
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
@@ -390,6 +379,26 @@ def _check_rows(name: str, schema: str, rows: str) -> None:
             f"cf.operator {name!r}: rows={rows!r} is of a table and its indices, the tensors are {kinds}. "
             "Try: (table: Tensor, index: Tensor, ...)"
         )
+
+
+def _check_words(name: str, rows: str, row_order: str, work: str) -> None:
+    try:
+        check_words(f"cf.operator {name!r}", rows=rows, row_order=row_order, work=work)
+    except ValueError as error:
+        raise PluginError(str(error)) from None
+
+
+def _check_backward_products(name: str, backward_products: Sequence[str], mults: bool) -> None:
+    """Raises PluginError unless these are operators, and of a product."""
+    if backward_products and not mults:
+        raise PluginError(
+            f"cf.operator {name!r}: backward_products are of an operator that multiplies matrices. Try: mults=True"
+        )
+    for each in backward_products:
+        if each not in DEFINED and not _is_of_torch(each):
+            raise PluginError(
+                f"cf.operator {name!r}: backward_products names {each!r}. Try: an operator that is defined"
+            )
 
 
 def _linear_layer(name: str, text: str) -> str:
