@@ -126,6 +126,23 @@ def test_auto_keeps_to_a_budget_and_is_not_behind_1f1b() -> None:
     assert free.plan.cost_s <= tight.plan.cost_s <= other.plan.cost_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("named", ["zb-h1", "zb-h2"])
+def test_auto_is_behind_no_named_schedule_of_its_stages_within_what_that_one_holds(named: str) -> None:
+    """By the finished plans: an attention's stages send more and wait longer than their costs alone say."""
+    step, state, batch = gpt2(4)
+
+    def scheduled(schedule: str, stages: dict[str, int] | None = None) -> Any:
+        return cf.pipeline(cf.shard(step, cf.Mesh(pp=RANKS)), microbatches=MICROBATCHES, schedule=schedule, stages=stages)
+
+    stages = cut_as(scheduled(named).lower(state, batch))
+    theirs = scheduled(named, stages).lower(state, batch)
+    auto = scheduled("auto", stages)
+    for chain in (auto, cf.checkpoint(auto, budget=theirs.plan.peak_bytes)):
+        ours = chain.lower(state, batch)
+        assert ours.plan.cost_s <= theirs.plan.cost_s * (1 + 1e-9)
+    assert ours.memory().peak_bytes["device"] <= theirs.plan.peak_bytes
+
+
 def test_a_budget_is_kept_by_the_stage_that_is_over_it() -> None:
     """The first stages keep more microbatches. Nothing is made again elsewhere, and nothing that another stage has sent."""
     free, tight = lowered("1f1b"), lowered("1f1b", 400_000)

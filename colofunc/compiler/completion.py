@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import inf
-from operator import itemgetter
 from typing import Protocol
 
 import attrs
@@ -131,35 +130,53 @@ class Completion:
     def _best(self, written: WrittenSharding, budget_bytes: int | None, below_s: float) -> FinishedProgram:
         first = written.by(self.ways[0], self._written)
         if to_be_cut(first[0]):
-            below_s = inf  # there the clock says how much more it is
-        best = self._by_clock(self._searched(first, budget_bytes, below_s), first[0])
+            return self._best_order(written, first, budget_bytes)
+        best = self._searched(first, budget_bytes, below_s)
         if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
             return best
-        rest = {_looks(other[0]): other for other in self._rest(written)}
-        rest.pop(_looks(first[0]), None)  # a way that changes nothing
-        guesses = []
-        for other in rest.values():
-            guess = self._counted(budget_bytes, other[0], best)
-            slower_s = self._seconds(other[0]) - self._seconds(first[0])
-            guesses.append((_rank(budget_bytes, guess, slower_s), slower_s, other))
-        # An order of a pipeline that does not fit as it is may do so with little made again, and its own time is known.
-        side_by_side = bool(self.searches) and to_be_cut(first[0])
-        for rank, slower_s, other in sorted(guesses, key=itemgetter(0)):
-            hopeful = side_by_side and slower_s < best.more_s
-            if rank < _rank(budget_bytes, best) or hopeful or not best.fits(budget_bytes):
+        for slower_s, guess, other in self._guessed(written, first, budget_bytes, best):
+            if _rank(budget_bytes, guess, slower_s) < _rank(budget_bytes, best) or not best.fits(budget_bytes):
                 found = self._searched(other, budget_bytes, below_s - slower_s)
                 found = attrs.evolve(found, more_s=found.more_s + slower_s)
-                best = min(best, self._by_clock(found, first[0]), key=partial(_rank, budget_bytes))
+                best = min(best, found, key=partial(_rank, budget_bytes))
         return best
 
-    def _by_clock(self, done: FinishedProgram, plain: Program) -> FinishedProgram:
-        """`done`, where ranks of a pipeline work side by side, with what it takes longer than `plain` by the clock.
-
-        Elsewhere the sum over what is done more says it.
+    def _best_order(
+        self, written: WrittenSharding, first: tuple[Program, Stages], budget_bytes: int | None
+    ) -> FinishedProgram:
+        """Of all orders of a pipeline, by the clock on what was finished: its ranks work side by side, so that no sum
+        over what is done more says how long it takes.
         """
-        if not to_be_cut(plain) or done.more_s <= 0:
-            return done
-        return attrs.evolve(done, more_s=self.lanes(done.program).end_s - self._seconds(plain))
+        if budget_bytes is None:
+            finished = [self._searched(way, None, inf) for way in (first, *self._others(written, first))]
+            return finished[0] if len(finished) == 1 else min(finished, key=self.end_s)
+        best = self._by_clock(self._searched(first, budget_bytes, inf), first[0])
+        for slower_s, guess, other in self._guessed(written, first, budget_bytes, best):
+            # One that does not fit as it is may do so with little made again.
+            if guess.fits(budget_bytes) or slower_s < best.more_s or not best.fits(budget_bytes):
+                found = self._by_clock(self._searched(other, budget_bytes, inf), first[0])
+                best = min(best, found, key=partial(_rank, budget_bytes))
+        return best
+
+    def _guessed(
+        self, written: WrittenSharding, first: tuple[Program, Stages], budget_bytes: int, best: FinishedProgram
+    ) -> list[tuple[float, FinishedProgram, tuple[Program, Stages]]]:
+        """(seconds more than the first, counted as it is, the way) of all other ways, the most hopeful first."""
+        guesses = []
+        for other in self._others(written, first):
+            guess = self._counted(budget_bytes, other[0], best)
+            guesses.append((self._seconds(other[0]) - self._seconds(first[0]), guess, other))
+        return sorted(guesses, key=lambda each: _rank(budget_bytes, each[1], each[0]))
+
+    def _by_clock(self, done: FinishedProgram, plain: Program) -> FinishedProgram:
+        """`done` with what it takes longer by the clock than `plain` before it was finished."""
+        return attrs.evolve(done, more_s=self.end_s(done) - self._seconds(plain))
+
+    def _others(self, written: WrittenSharding, first: tuple[Program, Stages]) -> list[tuple[Program, Stages]]:
+        """All ways but the first that change something."""
+        others = {_looks(other[0]): other for other in self._rest(written)}
+        others.pop(_looks(first[0]), None)
+        return list(others.values())
 
     def _rest(self, written: WrittenSharding) -> Iterator[tuple[Program, Stages]]:
         """All ways but the first that can be gone."""

@@ -244,15 +244,15 @@ class _Asked:
         # the same loop for every timetable
         written = [computed_once(partial(_rewritten, way, build.mesh)) for way in ways]
         loops = [partial(by_timetable, loop, scheduled) for loop in written]
-        if schedule.looks_at_costs and build.budget_bytes is not None:
-            # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and
-            # both go together.
-            leaner = [attrs.evolve(scheduled, share=share) for share in SHARES]
-            # A whole backward keeps nothing for weights: of the same stages, orders without I and W may need the least.
-            for other in build.registry.schedules.values():
-                if other.alike(schedule) and not other.splits_backward:
-                    leaner.append(attrs.evolve(scheduled, schedule=other))
-            loops += [partial(by_timetable, written[0], each) for each in leaner]
+        if schedule.looks_at_costs:
+            # Costs are known better once a program is finished: what has a name is counted then, of the same stages.
+            named = [other for other in build.registry.schedules.values() if other.alike(schedule)]
+            others = [attrs.evolve(scheduled, schedule=other) for other in named if not other.looks_at_costs]
+            if build.budget_bytes is not None:
+                # Less in flight is one way to keep to a budget, to make values again in the fastest order is another,
+                # and both go together.
+                others = [*(attrs.evolve(scheduled, share=share) for share in SHARES), *others]
+            loops += [partial(by_timetable, written[0], each) for each in others]
         cuts_of = partial(there.cuts_of, assigned, scheduled, self.stages is not None)
         return build.evolve(alternatives=(*build.alternatives, loops), cuts_of=cuts_of)
 
