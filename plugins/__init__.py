@@ -48,6 +48,15 @@ def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
     }
 
 
+@cf.hookimpl
+def colofunc_candidate_plans() -> Mapping[str, Callable[..., Any]]:
+    return {
+        "zero(3)": lambda axes: zero(3, axes),
+        "zero(1)": lambda axes: zero(1, axes),
+        "tensor(1d)": lambda axes: megatron(axes) if len(axes) == 1 else None,
+    }
+
+
 def tensor(
     mode: str = "1d",
     axis: str | Sequence[str] | None = None,

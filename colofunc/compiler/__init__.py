@@ -12,6 +12,7 @@
       planning, user_constraints, input_places, machine, memory_limits, terms
                                     what a plan is made by: wishes, where inputs lie, the machine, its memory
       decisions, sharder            the planner asked for one sharding, or for several
+      named_candidates              named plans for axes of which nobody speaks, as further shardings
       budget, least_budget, kept_programs, plan_cache
                                     the fastest plan that fits, the least budget that would; what is known already
       variants, settling            what transforms leave open, planned in each way

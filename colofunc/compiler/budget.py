@@ -9,7 +9,7 @@ plan is made, completed and counted, and made again with less in mind until what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from math import inf
 
@@ -64,22 +64,44 @@ class DoesNotFit(PlanError):
 
 
 def plan_for_budget(
-    sharder: Sharder, budget_bytes: int | None, parts: int = 1
+    sharder: Sharder, budget_bytes: int | None, parts: int = 1, named: Iterable[Decisions] = ()
 ) -> tuple[Decisions, Program] | FailedSearch:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step
-    may make values again or copy them, that and the sharding are decided together (`planner/joint.py`). FailedSearch:
-    nothing fits.
+    may make values again or copy them, that and the sharding are decided together (`planner/joint.py`). `named`: further
+    shardings, each of which is finished and counted as well. FailedSearch: nothing fits.
     """
     completion = sharder.completion
     if budget_bytes is None:
-        return plan_of(completion, sharder.decide(None), None)
+        finished = [_finished(completion, decided, None) for decided in (sharder.decide(None), *named)]
+        fitting = [each for each in finished if not each[1].short]
+        if not fitting:
+            raise CapacityError(finished[0][1].short)
+        return _soonest(completion, fitting)
     search = BudgetSearch(sharder, parts, SHARDINGS_FOR_LESS + parts.bit_length() - 1)
     fastest, leanest = search.run(budget_bytes)
-    if fastest is None:
+    finished = []
+    if fastest is not None:
+        done = completion.with_large_buckets(fastest.decided, budget_bytes, fastest.done)
+        finished.append((fastest.decided, done))
+    finished += [_finished(completion, decided, budget_bytes) for decided in named]
+    fitting = [each for each in finished if each[1].fits(budget_bytes)]
+    if not fitting:
         return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
-    return _with_counted_figures(completion, fastest.decided, fastest.done)
+    return _soonest(completion, fitting)
+
+
+def _finished(completion: Completion, decided: Decisions, budget_bytes: int | None) -> tuple[Decisions, FinishedProgram]:
+    done = completion.finish(decided, budget_bytes)
+    return decided, completion.with_large_buckets(decided, budget_bytes, done)
+
+
+def _soonest(completion: Completion, fitting: list[tuple[Decisions, FinishedProgram]]) -> tuple[Decisions, Program]:
+    """Of finished shardings the one that ends first by the clock, which a single one is not asked."""
+    if len(fitting) > 1:
+        fitting = sorted(fitting, key=lambda each: completion.end_s(each[1]))
+    return _with_counted_figures(completion, *fitting[0])
 
 
 def plan_from_known(
@@ -113,7 +135,8 @@ def plan_from_known(
     )
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {budget_text(budget_bytes)} a rank")
-    return _with_counted_figures(completion, best.proposal.plan(), best.done)
+    decided = best.proposal.plan()
+    return _with_counted_figures(completion, decided, completion.with_large_buckets(decided, budget_bytes, best.done))
 
 
 def _faster_plan(
@@ -136,7 +159,7 @@ def _faster_plan(
 
 def plan_of(completion: Completion, decided: Decisions, budget_bytes: int | None) -> tuple[Decisions, Program]:
     """Complete a plan whose sharding stands. Raises PlanError where the fastest way found does not fit."""
-    done = completion.finish(decided, budget_bytes)
+    decided, done = _finished(completion, decided, budget_bytes)
     if budget_bytes is None:
         if done.short:
             raise CapacityError(done.short)

@@ -60,7 +60,7 @@ from colofunc.program.tracing.trace import record_local
 from colofunc.spec.layout import At
 
 SHARE = 32
-"""Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
+"""Under a budget, a bucket of collectives may use at most 1/SHARE of it, until a plan is found that fits."""
 AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
 NOWHERE = InputTiers({}, {})
 
@@ -84,7 +84,8 @@ class Completion:
     how long operators take, where that was measured. `wider`: what to write where policies forbid what needs less
     memory. `left_out`: names of passes. `placing`: where inputs, nodes and outputs are, if not everywhere.
     `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a pipeline's
-    cuts. `keeps`: whether the program behind each pass is kept (`FinishedProgram.stages`).
+    cuts. `keeps`: whether the program behind each pass is kept (`FinishedProgram.stages`). `small_buckets`: whether a
+    budget says how large buckets may be.
     """
 
     program: Program
@@ -110,6 +111,7 @@ class Completion:
     room_bytes: int | None = None
     cuts_of: CutsOf | None = None
     keeps: bool = False
+    small_buckets: bool = True
     known: dict[int, tuple[Node, tuple[int, ...], tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
     kept: KeptPrograms = attrs.field(factory=KeptPrograms, init=False)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
@@ -126,6 +128,16 @@ class Completion:
         if not self.keeps:
             return best
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
+
+    def with_large_buckets(
+        self, decided: Decisions, budget_bytes: int | None, done: FinishedProgram
+    ) -> FinishedProgram:
+        """What `finish` gave, or the same in buckets that the budget does not limit, where that fits and ends sooner."""
+        if budget_bytes is None or not self.gives_way or self.mesh.size == 1:
+            return done
+        large = attrs.evolve(self, small_buckets=False).finish(decided, budget_bytes)
+        is_better = large.fits(budget_bytes) and (not done.fits(budget_bytes) or self.end_s(large) < self.end_s(done))
+        return large if is_better else done
 
     def _best(self, written: WrittenSharding, budget_bytes: int | None, below_s: float) -> FinishedProgram:
         first = written.by(self.ways[0], self._written)
@@ -281,7 +293,9 @@ class Completion:
     def _counted(
         self, budget_bytes: int | None, local: Program, like: FinishedProgram | None = None, moves: bool = True
     ) -> FinishedProgram:
-        piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
+        piece = inf
+        if budget_bytes is not None and self.gives_way and self.small_buckets:
+            piece = budget_bytes / SHARE
         if like is not None and isinstance(like.hint, Hint) and len(self.moves) == 1 and budget_bytes is not None:
             near = self._moved(self.before_moves(self._completed(local, piece).program, piece), budget_bytes, like.hint)
             return FinishedProgram(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)

@@ -36,6 +36,7 @@ from colofunc.compiler.input_places import (
 )
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
+from colofunc.compiler.named_candidates import named_shardings
 from colofunc.compiler.passes import REWRITES, Pass, Stages, passes_of_plugins, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.sharder import Sharder
@@ -64,7 +65,8 @@ Outcome = tuple[Decisions, Program]
 
 @attrs.frozen(eq=False)
 class Planning:
-    """`named`: axis -> the plan that speaks for it. `axes`: those that are searched. `parts`: microbatches.
+    """`named`: axis -> the plan that speaks for it. `axes`: those that are searched; `searches_axes`: whether those are
+    among them of which nobody speaks. `parts`: microbatches.
 
     `hooks`: of transforms. `asked`: what else decides the plan, for the key of the cache.
     """
@@ -81,6 +83,7 @@ class Planning:
     completion: Completion
     hooks: tuple[Hook, ...]
     asked: tuple[Any, ...]
+    searches_axes: bool = True
     failed: list[tuple[Constraints, FailedSearch]] = attrs.field(factory=list, init=False)
 
     def search(self, says_least: bool = True) -> Outcome:
@@ -128,7 +131,9 @@ class Planning:
                 break
         if failed_before is None:
             self.candidates.memo = Memo()
-            outcome = plan_for_budget(self._sharder(constraints), self.budget_bytes, self.parts)
+            sharder = self._sharder(constraints)
+            named = named_shardings(sharder, self.registry) if self.searches_axes else ()
+            outcome = plan_for_budget(sharder, self.budget_bytes, self.parts, named)
             if not isinstance(outcome, FailedSearch):
                 return outcome
             failed_before = outcome
@@ -154,8 +159,8 @@ class Planning:
     def _finished(self, completion: Completion, decided: Decisions, plan: Plan) -> FinishedProgram:
         done = completion.finish(decided, self.budget_bytes)
         if self.budget_bytes is not None and not done.fits(self.budget_bytes):  # it was found for less
-            done = completion.finish(decided, plan.budget_bytes)
-        return done
+            return completion.finish(decided, plan.budget_bytes)
+        return completion.with_large_buckets(decided, self.budget_bytes, done)
 
     def _decided_by(self, plan: Plan) -> Decisions:
         return decided_by(plan, self.program, self.mesh, self.candidates, self.constraints)
@@ -257,6 +262,7 @@ def planning_of(
         parts=build.microbatches,
         completion=completion,
         hooks=build.hooks,
+        searches_axes=sharding.auto,
         asked=(
             _options(staged.transforms),
             sorted(named.items()),

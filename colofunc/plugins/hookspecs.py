@@ -78,6 +78,16 @@ def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
 
 
 @hookspec
+def colofunc_candidate_plans() -> Mapping[str, Callable[..., Any]]:
+    """Name -> `make(axes)`, a plan that speaks for just these mesh axes, or None where it cannot.
+
+    Of axes that no plan of the user names, these are counted beside what the search finds, and the fastest that fits is
+    taken: so automatic is never slower than one of them.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def colofunc_memory_policies() -> Mapping[str, Any]:
     """Policy name -> `cf.ext.MemoryPolicy`, or a constructor of one, for `cf.offload(step, policy=name)`.
 
@@ -203,7 +213,7 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 
 HOOKS = (
-    "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies colofunc_schedules colofunc_kernels "
-    "colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts colofunc_model_libraries "
+    "colofunc_rules colofunc_strategies colofunc_plans colofunc_candidate_plans colofunc_memory_policies colofunc_schedules "
+    "colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts colofunc_model_libraries "
     "colofunc_hints colofunc_topologies"
 ).split()

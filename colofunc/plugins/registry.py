@@ -49,6 +49,7 @@ class Registry:
     rules: Mapping[str, Callable[[Call], Rule | None]]
     strategies: Mapping[str, tuple[StrategyFn, ...]]
     plans: Mapping[str, Callable[..., Any]]
+    candidate_plans: Mapping[str, Callable[..., Any]]
     memory_policies: Mapping[str, Any]
     schedules: Mapping[str, Schedule]
     kernels: Table

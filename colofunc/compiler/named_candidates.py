@@ -1,0 +1,71 @@
+"""Named plans for axes that nobody speaks for, as shardings to be counted beside what a search finds.
+
+Problem: the search for a sharding prices each collective by itself, and in a finished program they go together: many
+small gathers, as of ZeRO in a small model, take less time than it believes. Idea: plugins say which of their plans may
+speak for an axis (`colofunc_candidate_plans`). Each is a constraint like the user's own; what is cheapest under it is
+one more sharding, which `budget` finishes and counts as it does all others.
+
+    for decided in named_shardings(sharder, registry): ...       # zero(3) on dp; zero(1); tensor 1d; ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import attrs
+
+from colofunc.compiler.decisions import Candidates, Decisions
+from colofunc.compiler.plan_cache import decided_by
+from colofunc.compiler.sharder import Sharder
+from colofunc.errors import PlanError
+from colofunc.planner.sharding.assign import Memo
+from colofunc.planner.wishes.wish import wishes_of
+from colofunc.planner.wishes.wish_constraints import constraints_of
+from colofunc.plugins.registry import Registry
+
+MOST_NODES = 2000
+"""Of larger programs only what the search finds is finished: there what one collective begins with is little beside
+what it moves."""
+
+
+def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]:
+    """Of every set of named plans for the open axes the cheapest sharding.
+
+    Those are left out that contradict what the user says, and those of which the plan, as text, cannot be followed
+    without them.
+    """
+    program, mesh = sharder.program, sharder.completion.mesh
+    open_axes = tuple(axis for axis in sharder.axes if axis not in sharder.named and mesh.axis_size(axis) > 1)
+    if not open_axes or len(program.nodes) > MOST_NODES:
+        return
+    candidates, followed = Candidates(program, mesh, registry), Candidates(program, mesh, registry)
+    for plans in _sets_of_plans(registry, open_axes):
+        candidates.memo = Memo()  # what was found under other constraints
+        try:
+            wishes = [wish for plan in plans for wish in wishes_of(plan, program, plan.name, mesh, candidates.rules)]
+            constraints = sharder.constraints | constraints_of(wishes, program, mesh, candidates.rules)
+            decided = attrs.evolve(sharder, candidates=candidates, constraints=constraints).decide(None)
+            yield decided_by(decided.plan, program, mesh, followed, sharder.constraints)
+        except PlanError:
+            continue
+
+
+def _sets_of_plans(registry: Registry, axes: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    """One plan for all axes, or two of different kinds: for the first few, and for the others."""
+    for first in range(len(axes)):
+        of_first, of_others = _plans(registry, axes[:first]), _plans(registry, axes[first:])
+        if not first:
+            yield from ((plan,) for plan in of_others)
+        for plans in product(of_first, of_others):
+            if type(plans[0]) is not type(plans[1]):
+                yield plans
+
+
+def _plans(registry: Registry, axes: tuple[str, ...]) -> list[Any]:
+    """The candidates that speak for just these axes."""
+    if not axes:
+        return []
+    plans = [make(axes) for make in registry.candidate_plans.values()]
+    return [plan for plan in plans if plan is not None]
