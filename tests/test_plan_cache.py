@@ -10,7 +10,7 @@ import pytest
 
 import colofunc as cf
 from colofunc.cache import Cache
-from colofunc.compiler import plan_cache, sharder
+from colofunc.compiler import plan_cache, planning
 from colofunc.compiler.plan_cache import local_hash
 from colofunc.testing import programs
 
@@ -26,8 +26,8 @@ def folder(tmp_path, monkeypatch):
 def searches(monkeypatch):
     """How often a plan was searched."""
     seen = []
-    original = sharder.decide
-    monkeypatch.setattr(sharder, "decide", lambda *args, **more: seen.append(1) or original(*args, **more))
+    original = planning.plan_for_budget
+    monkeypatch.setattr(planning, "plan_for_budget", lambda *args, **more: seen.append(1) or original(*args, **more))
     return seen
 
 
@@ -89,12 +89,12 @@ def test_nothing_is_kept_where_it_is_off_or_quick(folder, monkeypatch):
 ANOTHER = """
 import colofunc as cf
 from colofunc.testing import programs
-from colofunc.compiler import plan_cache, sharder
+from colofunc.compiler import plan_cache, planning
 
 plan_cache.KEEP_ABOVE_S = 0.0
 searched = []
-search = sharder.decide
-sharder.decide = lambda *args, **more: searched.append(1) or search(*args, **more)
+search = planning.plan_for_budget
+planning.plan_for_budget = lambda *args, **more: searched.append(1) or search(*args, **more)
 step, state, batch = programs.NAMED["mlp"]()
 low = cf.shard(step, cf.Mesh(dp=2, tp=2, topology="8xa100-80g")).lower(state, batch)
 print(len(searched), plan_cache.local_hash(low.program))

@@ -74,27 +74,19 @@ def plan_for_budget(
     """
     completion = sharder.completion
     if budget_bytes is None:
-        finished = [_finished(completion, decided, None) for decided in (sharder.decide(None), *named)]
+        finished = [(decided, completion.finish(decided, None)) for decided in (sharder.decide(None), *named)]
         fitting = [each for each in finished if not each[1].short]
         if not fitting:
             raise CapacityError(finished[0][1].short)
         return _soonest(completion, fitting)
     search = BudgetSearch(sharder, parts, SHARDINGS_FOR_LESS + parts.bit_length() - 1)
     fastest, leanest = search.run(budget_bytes)
-    finished = []
-    if fastest is not None:
-        done = completion.with_large_buckets(fastest.decided, budget_bytes, fastest.done)
-        finished.append((fastest.decided, done))
-    finished += [_finished(completion, decided, budget_bytes) for decided in named]
+    shardings = named if fastest is None else (fastest.decided, *named)
+    finished = [(decided, completion.finish_best(decided, budget_bytes)) for decided in shardings]
     fitting = [each for each in finished if each[1].fits(budget_bytes)]
     if not fitting:
         return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
     return _soonest(completion, fitting)
-
-
-def _finished(completion: Completion, decided: Decisions, budget_bytes: int | None) -> tuple[Decisions, FinishedProgram]:
-    done = completion.finish(decided, budget_bytes)
-    return decided, completion.with_large_buckets(decided, budget_bytes, done)
 
 
 def _soonest(completion: Completion, fitting: list[tuple[Decisions, FinishedProgram]]) -> tuple[Decisions, Program]:
@@ -136,7 +128,7 @@ def plan_from_known(
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {budget_text(budget_bytes)} a rank")
     decided = best.proposal.plan()
-    return _with_counted_figures(completion, decided, completion.with_large_buckets(decided, budget_bytes, best.done))
+    return _with_counted_figures(completion, decided, completion.finish_best(decided, budget_bytes))
 
 
 def _faster_plan(
@@ -159,7 +151,7 @@ def _faster_plan(
 
 def plan_of(completion: Completion, decided: Decisions, budget_bytes: int | None) -> tuple[Decisions, Program]:
     """Complete a plan whose sharding stands. Raises PlanError where the fastest way found does not fit."""
-    decided, done = _finished(completion, decided, budget_bytes)
+    done = completion.finish_best(decided, budget_bytes)
     if budget_bytes is None:
         if done.short:
             raise CapacityError(done.short)

@@ -129,15 +129,16 @@ class Completion:
             return best
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
-    def with_large_buckets(
-        self, decided: Decisions, budget_bytes: int | None, done: FinishedProgram
-    ) -> FinishedProgram:
-        """What `finish` gave, or the same in buckets that the budget does not limit, where that fits and ends sooner."""
+    def finish_best(self, decided: Decisions, budget_bytes: int | None) -> FinishedProgram:
+        """As `finish`, in buckets that the budget does not limit where that fits and ends sooner."""
         if budget_bytes is None or not self.gives_way or self.mesh.size == 1:
-            return done
+            return self.finish(decided, budget_bytes)
         large = attrs.evolve(self, small_buckets=False).finish(decided, budget_bytes)
-        is_better = large.fits(budget_bytes) and (not done.fits(budget_bytes) or self.end_s(large) < self.end_s(done))
-        return large if is_better else done
+        if large.fits(budget_bytes) and large.more_s <= large.asked_s:
+            return large
+        small = self.finish(decided, budget_bytes)
+        is_better = large.fits(budget_bytes) and (not small.fits(budget_bytes) or self.end_s(large) < self.end_s(small))
+        return large if is_better else small
 
     def _best(self, written: WrittenSharding, budget_bytes: int | None, below_s: float) -> FinishedProgram:
         first = written.by(self.ways[0], self._written)

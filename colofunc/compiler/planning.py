@@ -157,10 +157,10 @@ class Planning:
         return decided, self.completion.ended(self._finished(self.completion, decided, plan))
 
     def _finished(self, completion: Completion, decided: Decisions, plan: Plan) -> FinishedProgram:
-        done = completion.finish(decided, self.budget_bytes)
+        done = completion.finish_best(decided, self.budget_bytes)
         if self.budget_bytes is not None and not done.fits(self.budget_bytes):  # it was found for less
-            return completion.finish(decided, plan.budget_bytes)
-        return completion.with_large_buckets(decided, self.budget_bytes, done)
+            done = completion.finish(decided, plan.budget_bytes)
+        return done
 
     def _decided_by(self, plan: Plan) -> Decisions:
         return decided_by(plan, self.program, self.mesh, self.candidates, self.constraints)

@@ -269,7 +269,8 @@ def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
 
 
 _CALLABLE = frozenset({
-    "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes", "colofunc_transforms",
+    "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_candidate_plans", "colofunc_passes",
+    "colofunc_transforms",
 })  # fmt: skip
 
 _RECORDS: Mapping[str, tuple[str, str]] = {

@@ -90,7 +90,7 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
     """
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
-        if rule is None or rule.flops is None or rule.outs[0] is None:
+        if rule is None or rule.flops is None or not rule.outs or rule.outs[0] is None:
             continue
         matrices = [_matrix_of(program, ref) for ref in node.refs]
         of_experts = [leaf for leaf, _ in matrices if leaf is not None and len(program.values[leaf].shape) == 3]
