@@ -341,11 +341,8 @@ def composes(name: str, feedback: bool, scheme: str = "int8") -> None:
     one(kept, batch)
 
 
-WITH_FEEDBACK = ("zero 3", "tensor", "accumulate", "pipeline")  # by default; the others in the sweep
-ONCE = [
-    *((name, False) for name in BESIDE),
-    *(pytest.param(name, True, marks=() if name in WITH_FEEDBACK else pytest.mark.sweep) for name in BESIDE),
-]
+# With feedback half of them; the sweep below has all.
+ONCE = [*((name, False) for name in BESIDE), *((name, True) for name in ("zero 3", "tensor", "accumulate", "pipeline"))]
 
 
 @pytest.mark.parametrize(("name", "feedback"), ONCE)
