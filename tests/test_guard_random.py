@@ -131,7 +131,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda state: state,
     "plain": lambda state: map_tensors(full, state),
     "shape": on_first_leaf(lambda x: full(x).reshape(-1).repeat(2)),
-    "strides": on_first_leaf(lambda x: full(x).repeat(2, 1).t()),
+    "strides": on_first_leaf(lambda x: full(x).repeat(2, *[1] * max(1, x.dim() - 1)).mT),
     "dtype": on_first_leaf(lambda x: full(x).double()),
     "meta": on_first_leaf(lambda x: full(x).to("meta")),
     "a gradient": on_first_leaf(lambda x: full(x).double().requires_grad_()),
