@@ -62,6 +62,9 @@ def test_errors_of_the_loader_come_with_their_traceback(prefetch):
     with pytest.raises(ValueError, match="a broken file") as caught:
         next(reading)
     assert "fails_at_two" in "".join(traceback.format_exception(caught.value)) and not threads()
+
+
+def test_so_do_those_of_its_workers():
     broken = DataLoader([torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(2)], 2, num_workers=1)
     with pytest.raises(RuntimeError, match="in DataLoader worker process 0"):
         list(cf.batches(broken, MESH))

@@ -154,8 +154,7 @@ def large():
 
 
 @pytest.mark.parametrize("within", ["checkpoint,offload", "checkpoint", ""])
-@pytest.mark.parametrize("axes", ["dp=1", "dp=2"])
-@pytest.mark.parametrize("rows", [0.6, 1.1])
+@pytest.mark.parametrize("axes, rows", [("dp=1", 0.6), ("dp=1", 1.1), ("dp=2", 0.6), pytest.param("dp=2", 1.1, marks=pytest.mark.sweep)])
 def test_a_plan_leaves_room_for_all_that_it_says_is_on_the_card(script, within, axes, rows):
     """rows: so many that the activations alone are that part of a V100. A plan that cannot be made is an error, no plan that is no fit."""
     card_bytes = cf.mesh.resolve_topology("v100").tier("device").capacity_bytes

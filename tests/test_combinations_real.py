@@ -46,7 +46,11 @@ def alone(cell):
     return float(metrics["loss"]), float(after), state["params"]
 
 
-@pytest.mark.parametrize(("ranks", "cells"), [(2, ON_TWO), (4, ON_FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("ranks", "cells"),
+    [(2, ON_TWO), (4, ON_FOUR[:2]), pytest.param(4, ON_FOUR[2:], marks=pytest.mark.sweep)],
+    ids=["two", "four", "four, others"],
+)
 def test_cells_equal_one_device_on_real_ranks(ranks, cells) -> None:
     want = [alone(cell) for cell in cells]
     for rank in launch(trained_all, ranks, cells, timeout_s=400):

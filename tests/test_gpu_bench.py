@@ -52,12 +52,15 @@ SWEPT = {
         "waits, dropout", "waits, all state and updates on the host", "waits, microbatches", "waits, ZeRO-3 on two simulated ranks",
         "waits, a ring of two simulated ranks", "waits, experts on two simulated ranks",
     ),
+    6: ("a step",),
     7: ("LLaMA", "OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
-    9: ("model 2", "model 3"),
+    9: ("model 1", "model 2", "model 3"),
     10: ("exposed copies", "disk"),
     12: ("speed",),
+    13: ("int4",),
     14: ("numbers, rowwise", "numbers, rowwise_with_gw_hp", "numbers, delayed", "speed"),
     15: ("decode, int8", "decode, nf4", "decode, int8-dynamic", "decode, fp8-dynamic", "decode, fp8-g128-dynamic"),
+    16: ("speed and peak",),
     17: ("bits, fp8", "a step, int8", "a step, fp8", "speed, int8", "speed, fp8"),
 }  # fmt: skip
 """Slice -> parts that take seconds and whose kind another part has."""

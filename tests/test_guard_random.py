@@ -131,7 +131,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda state: state,
     "plain": lambda state: map_tensors(full, state),
     "shape": on_first_leaf(lambda x: full(x).reshape(-1).repeat(2)),
-    "strides": on_first_leaf(lambda x: full(x).repeat(2, 1).t()),
+    "strides": on_first_leaf(lambda x: full(x).repeat(2, *[1] * max(1, x.dim() - 1)).mT),
     "dtype": on_first_leaf(lambda x: full(x).double()),
     "meta": on_first_leaf(lambda x: full(x).to("meta")),
     "a gradient": on_first_leaf(lambda x: full(x).double().requires_grad_()),
@@ -183,9 +183,7 @@ class Counted:
         return sum(map(len, self.step.compiler._ready.values()))
 
 
-@settings(max_examples=30, deadline=None)
-@given(TREES, st.lists(st.sampled_from(list(CHANGES)), min_size=1, max_size=5))
-def test_guarded_calls_are_as_calls_that_are_looked_up(tree: Any, changes: list[str]) -> None:
+def as_looked_up(tree: Any, changes: list[str]) -> None:
     outcomes: list[list[Any]] = []
     for guarded in (True, False):
         MODULE.train()
@@ -197,6 +195,22 @@ def test_guarded_calls_are_as_calls_that_are_looked_up(tree: Any, changes: list[
         outcomes.append(found)
     for change, with_guard, without in zip(("", "", *changes, "", ""), *outcomes, strict=True):
         assert with_guard == without, change
+
+
+of_any = given(TREES, st.lists(st.sampled_from(list(CHANGES)), min_size=1, max_size=5))
+
+
+@settings(max_examples=15, deadline=None)
+@of_any
+def test_guarded_calls_are_as_calls_that_are_looked_up(tree: Any, changes: list[str]) -> None:
+    as_looked_up(tree, changes)
+
+
+@pytest.mark.sweep
+@settings(max_examples=200, deadline=None)
+@of_any
+def test_so_are_many_more(tree: Any, changes: list[str]) -> None:
+    as_looked_up(tree, changes)
 
 
 def _is_lost(state: Any) -> bool:

@@ -16,7 +16,8 @@ from colofunc.planner.offload.policies import HOST
 from colofunc.testing import check
 
 CLASSES = {cls.__name__: cls for cls in (*OPERATORS, *OWN, *(getattr(torch.optim, name) for name in TRACEABLE))}
-EVERY = sorted(CLASSES)
+BY_DEFAULT = {"Adam", "AdamW", "LAMB", "Lion", "Muon", "RMSprop", "SGD"}
+EVERY = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.sweep) for name in sorted(CLASSES)]
 OPTIONS = {"Adam": {"amsgrad": True}, "RMSprop": {"momentum": 0.9, "centered": True}, "SGD": {"momentum": 0.9}}
 ALL_THERE = attrs.evolve(HOST, name="all there", update="host")
 

@@ -154,7 +154,7 @@ def test_a_budget_is_kept_by_the_stage_that_is_over_it() -> None:
     assert sends[0] == sends[1] == 6
 
 
-@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.9), ("auto-one", 0.6)])
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.9), pytest.param("auto-one", 0.6, marks=pytest.mark.sweep)])
 def test_a_pipeline_within_a_budget_trains_as_one_device_does(schedule: str, share: float) -> None:
     """By values that are made again; `auto-one` has less in flight first, which is enough here."""
     step, state, _ = mlp(4)

@@ -7,7 +7,7 @@ import types
 from collections import Counter
 
 import pytest
-from pipeline_matrix import COLUMNS, Cell, beside, bytes_differ, core, quick, run, step_of
+from pipeline_matrix import COLUMNS, LAYERS, Cell, beside, bytes_differ, core, quick, run, step_of
 from pipelined import loop_of
 
 import colofunc as cf
@@ -17,12 +17,12 @@ from colofunc.testing.check import doubled_inside
 PARTS = 12  # of the sweep, to be run side by side
 
 
-def tried(cells: list[Cell]) -> None:
+def tried(cells: list[Cell], layers: int = LAYERS) -> None:
     """Fails once, with every broken cell."""
     outcomes, broken = [], []
     for cell in cells:
         try:
-            outcomes.append(run(cell))
+            outcomes.append(run(cell, layers))
             print(f"{cell}: {outcomes[-1].refused or f'{outcomes[-1].worst:.1e}'}", flush=True)
         except (AssertionError, cf.ColofuncError) as error:
             broken.append(f"{cell}: {type(error).__name__}: {str(error)[:600]}")
@@ -35,7 +35,7 @@ def tried(cells: list[Cell]) -> None:
 
 @pytest.mark.parametrize("cell", quick(), ids=str)
 def test_combination(cell: Cell) -> None:
-    tried([cell])
+    tried([cell], layers=1)  # what lies between two layers the blocks of cells without a model have, and the sweep
 
 
 @pytest.mark.sweep

@@ -112,7 +112,7 @@ def test_a_table_without_a_stage_in_the_middle_is_refused_before_it_is_played() 
 NAMED = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipev")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 8))])
 def test_auto_is_never_behind_a_named_one_within_its_memory(seed: int) -> None:
     """Whatever the placement: layers come in two pieces a rank, which a schedule with one stage a rank joins."""
     ranks = 2 + seed % 3
@@ -182,7 +182,14 @@ def test_the_longest_span_is_never_behind_a_named_one(seed: int) -> None:
         assert max(simulate(ours, costs).spans_s) <= max(played(other, ranks, microbatches, costs).spans_s)
 
 
-@pytest.mark.parametrize(("row", "published"), list(zip(PAPER, SEARCHED, strict=True)))
+# The others have more microbatches: the same search, for longer.
+FOUND = [
+    pytest.param(row, published, marks=() if row[1] == 24 or row == PAPER[4] else pytest.mark.sweep)
+    for row, published in zip(PAPER, SEARCHED, strict=True)
+]
+
+
+@pytest.mark.parametrize(("row", "published"), FOUND)
 def test_the_searched_column_of_the_zero_bubble_paper(row: tuple[float, ...], published: float) -> None:
     """Within twice the memory of 1F1B, by the longest span of one rank."""
     ranks, microbatches = int(row[0]), int(row[1])

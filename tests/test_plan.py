@@ -426,7 +426,7 @@ def test_a_real_model_is_cut_as_megatron_cuts_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the plan uses")  # half of the ranks have no rows of their own
-@pytest.mark.parametrize("batch", [16, 8])
+@pytest.mark.parametrize("batch", [pytest.param(16, marks=pytest.mark.sweep), 8])
 def test_parts_of_axes_are_no_plan_that_nobody_asked_for(batch: int) -> None:
     """Tensors of 16 x 8 ranks lie on whole axes, where sizes are such that parts of an axis (`dp[4:4]`) would do too."""
     with torch.device("meta"):

@@ -230,7 +230,7 @@ def language_model(family: str) -> Any:
     return step, state, {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(family, marks=pytest.mark.sweep) for family in ("gpt2", "opt"))])
 def test_unmodified_language_models(family: str) -> None:
     step, state, batch = language_model(family)
     staged = cf.shard(step, GRID, tensor("2d"))

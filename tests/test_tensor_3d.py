@@ -92,7 +92,7 @@ def test_accumulated() -> None:
     assert check(cf.accumulate(cf.shard(step, CUBE, PLAN), microbatches=3), state, batch).worst < 1e-10
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.sweep)])
 def test_unmodified_language_models(family: str) -> None:
     step, state, batch = language_model(family)
     staged = cf.shard(step, CUBE, PLAN)

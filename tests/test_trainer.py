@@ -77,7 +77,7 @@ def same(mine: Any, theirs: Any) -> None:
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+@pytest.mark.parametrize("mesh", [pytest.param(DP, marks=pytest.mark.sweep), DP_TP], ids=repr)
 def test_losses_norms_and_weights_are_the_plain_trainers(mesh: cf.Mesh, tmp_path: Path) -> None:
     options = dict(eval_strategy="steps", eval_steps=2)
     same(trainer(tmp_path, mesh, **options), trainer(tmp_path, None, **options))

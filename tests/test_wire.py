@@ -191,7 +191,7 @@ def test_what_was_sent_and_what_is_left_are_the_gradients(scheme: str, mesh: cf.
         torch.testing.assert_close(kept["w"].full() - left.full(), exact, rtol=1e-12, atol=1e-10)
 
 
-@pytest.mark.parametrize("scheme", ["int4", "fp8"])
+@pytest.mark.parametrize("scheme", ["int4", pytest.param("fp8", marks=pytest.mark.sweep)])
 def test_sgd_with_feedback_is_nearer_to_the_exact_one(scheme: str) -> None:
     step, state, batch = training(rows=64)
     sharded = cf.shard(step, DP, zero(2, "dp"))
@@ -341,8 +341,11 @@ def composes(name: str, feedback: bool, scheme: str = "int8") -> None:
     one(kept, batch)
 
 
-@pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])
-@pytest.mark.parametrize("name", BESIDE)
+# With feedback half of them; the sweep below has all.
+ONCE = [*((name, False) for name in BESIDE), *((name, True) for name in ("zero 3", "tensor", "accumulate", "pipeline"))]
+
+
+@pytest.mark.parametrize(("name", "feedback"), ONCE)
 def test_it_stands_beside_every_other_transform_in_either_order(name: str, feedback: bool) -> None:
     composes(name, feedback)
 
