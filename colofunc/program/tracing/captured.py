@@ -14,23 +14,27 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Program, Value
-from colofunc.program.tracing.meta import active_stacks, user_line
+from colofunc.program.tracing.meta import Whereabouts, active_stacks, user_line
 
 REMEDY = "clear that attribute before the step (eval mode fills it: call model.train() first), or compute the tensor in the step"
 
 
 def refuse_computed(tensor: Tensor) -> None:
-    """Raise TraceError where a captured tensor was computed of something that is differentiated."""
+    """Raise TraceError where a captured tensor was computed of something that is differentiated.
+
+    Asked at each read: only one with gradients enabled would lose a gradient, and that need not be the first.
+    """
     here = active_stacks()
     name = None if here is None else here.replaced.get(id(tensor))
     if name is not None:
         raise another_way(name)
     attribute = None if here is None else here.attributes.get(id(tensor))
     where = "it captured from outside" if attribute is None else f"is {attribute}"
-    if tensor.grad_fn is not None and torch.is_grad_enabled():
+    if tensor.grad_fn is not None and _with_gradients(here):
         remedy = REMEDY if attribute else "compute it in the step, or .detach() it outside if it is a constant"
         raise TraceError(
             f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
@@ -39,6 +43,18 @@ def refuse_computed(tensor: Tensor) -> None:
         )
     if attribute is not None and here is not None:
         here.read.append(attribute)
+
+
+def _with_gradients(here: Whereabouts | None) -> bool:
+    """Whether the step reads with gradients enabled.
+
+    In the forward of an autograd Function (canonical operators are some) torch disables them; what counts there is what
+    the step last said.
+    """
+    if torch.is_grad_enabled():
+        return True
+    said = here is not None and here.gradients and not torch.is_inference_mode_enabled()
+    return said and not compat.in_backward()
 
 
 def another_way(name: str) -> TraceError:

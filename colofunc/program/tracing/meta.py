@@ -60,6 +60,7 @@ class Whereabouts:
     def __init__(self) -> None:
         self.phases: list[str] = ["forward"]
         self.paths: list[str] = [""]
+        self.gradients = True  # the grad mode that the step has set, whatever torch does inside of autograd Functions
         self.frozen: dict[int, str] = {}  # id of a tensor that is captured as a frozen weight -> its name
         self.marks: dict[str, str] = {}  # name of an input leaf -> its role, as somebody said (see `roles`)
         self.attributes: dict[int, Attribute] = {}  # id of a tensor in a plain attribute of a module -> where it is
