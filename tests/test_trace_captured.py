@@ -113,6 +113,18 @@ def test_what_a_function_of_the_user_reads_is_refused_if_it_was_computed():
     trace(torch.no_grad()(lambda x: Doubled.apply(x, weight)), (X,))
 
 
+def test_a_first_read_without_gradients_does_not_hide_a_later_one():
+    weight = BASE[0] * 2
+
+    def step(x):
+        with torch.no_grad():
+            largest = weight.abs().max()
+        return x * weight / largest
+
+    with pytest.raises(cf.TraceError, match="computed, by MulBackward, of something that requires a gradient"):
+        trace(step, (X,))
+
+
 def test_weights_that_were_looked_up_before_and_kept_by_torch_are_refused():
     module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4).double())
     model = cf.functional(module)
