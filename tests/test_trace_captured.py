@@ -136,3 +136,27 @@ def test_weights_that_were_looked_up_before_and_kept_by_torch_are_refused():
         module(X)
         with pytest.raises(cf.TraceError, match="of something that requires a gradient"):
             trace(step, (model.params, X))
+
+
+@pytest.mark.parametrize("module", [nn.Linear(4, 4, bias=False), nn.Conv1d(4, 4, 1, bias=False)], ids=["linear", "conv"])
+def test_computed_weights_that_are_given_to_a_model_from_outside_are_refused(module):
+    model = cf.functional(module.double())
+    weights = {"weight": model.params["weight"].requires_grad_() * 2}
+
+    def step(scale, x, weights=weights):
+        return cf.value_and_grad(lambda s: (model.apply(weights, {}, x)[0] * s).sum())(scale)
+
+    with pytest.raises(cf.TraceError, match=r"is the weight 'weight' given to a model from outside .*by MulBackward"):
+        trace(step, (torch.ones((), dtype=D), torch.ones(4, 4, dtype=D)))
+    constant = {"weight": weights["weight"].detach()}
+    assert trace(lambda scale, x: step(scale, x, constant), (torch.ones((), dtype=D), torch.ones(4, 4, dtype=D))).captured
+
+
+def test_weights_that_are_computed_in_the_step_are_no_captures():
+    model = cf.functional(nn.Linear(4, 4, bias=False).double())
+
+    def step(scale, x):
+        return cf.value_and_grad(lambda s: model.apply({"weight": model.params["weight"] * s}, {}, x)[0].sum())(scale)
+
+    traced = trace(step, (torch.ones((), dtype=D), X))
+    assert any(node.phase == "backward" for node in traced.program.nodes)

@@ -23,19 +23,26 @@ from colofunc.program.tracing.meta import Whereabouts, active_stacks, user_line
 REMEDY = "clear that attribute before the step (eval mode fills it: call model.train() first), or compute the tensor in the step"
 
 
-def refuse_computed(tensor: Tensor) -> None:
+def refuse_computed(tensor: Tensor, name: str | None) -> None:
     """Raise TraceError where a captured tensor was computed of something that is differentiated.
 
-    Asked at each read: only one with gradients enabled would lose a gradient, and that need not be the first.
+    `name`: of one that counts as a frozen weight. Asked at each read: only one with gradients enabled would lose a
+    gradient, and that need not be the first.
     """
     here = active_stacks()
-    name = None if here is None else here.replaced.get(id(tensor))
-    if name is not None:
-        raise another_way(name)
-    attribute = None if here is None else here.attributes.get(id(tensor))
-    where = "it captured from outside" if attribute is None else f"is {attribute}"
+    replaced = None if here is None or name is not None else here.replaced.get(id(tensor))
+    if replaced is not None:
+        raise another_way(replaced)
+    attribute = None if here is None or name is not None else here.attributes.get(id(tensor))
     if tensor.grad_fn is not None and _with_gradients(here):
-        remedy = REMEDY if attribute else "compute it in the step, or .detach() it outside if it is a constant"
+        where, remedy = (
+            "it captured from outside",
+            "compute it in the step, or .detach() it outside if it is a constant",
+        )
+        if attribute is not None:
+            where, remedy = f"is {attribute}", REMEDY
+        elif name is not None:
+            where = f"is the weight {name.partition('.')[2]!r} given to a model from outside"
         raise TraceError(
             f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
             f"computed, by {tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a "

@@ -189,8 +189,7 @@ class Recorder(compat.TorchDispatchMode):
         """The cell of a real tensor that is no input: it becomes a constant of the program (see also `lift`)."""
         found = self.captured.get(id(tensor))
         name = self.where.frozen.get(id(tensor))
-        if name is None:
-            refuse_computed(tensor)
+        refuse_computed(tensor, name)
         if found is None:
             role = "constant" if name is None else "frozen"
             # Classes that only say what torch functions do have been asked before an operator comes here.
