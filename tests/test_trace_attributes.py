@@ -1,5 +1,7 @@
 """Tensors in plain attributes of modules: tables stay constants, what was computed of a parameter is refused."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,82 @@ def test_what_was_computed_of_a_parameter_is_refused(holder, called):
         model = cf.functional(module)
     with pytest.raises(cf.TraceError, match=rf"attribute .*'{holder}'.*clear that attribute"):
         gradients(model)
+
+
+def by_hand(module: nn.Module) -> object:
+    """The gradients of a step that calls a module by torch's own function."""
+
+    def step(params, x):
+        return cf.value_and_grad(lambda p: torch.func.functional_call(module, p, (x,)))(params)
+
+    return cf.shard(step, cf.Mesh(dp=1))({name: p.detach() for name, p in module.named_parameters()}, X)
+
+
+@pytest.mark.parametrize("holder", ["in_dict", "in_list", "plain"])
+@pytest.mark.parametrize("called", ["without", "with"])
+def test_what_was_computed_is_refused_in_a_functional_call_by_hand(holder, called):
+    module = Biased(holder).eval()
+    with torch.set_grad_enabled(called == "with"):
+        module(X)
+    with pytest.raises(cf.TraceError, match=rf"attribute .*'{holder}'.*clear that attribute"):
+        by_hand(module)
+
+
+def test_an_attribute_that_is_passed_to_a_module_by_hand_is_refused():
+    module = nn.Linear(3, 3).double()
+    with torch.no_grad():
+        module.kept = module.bias.exp()
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.helpers = module, [nn.Identity()]
+
+        def forward(self, x):
+            return (x @ self.inner.weight + self.helpers[0](self.inner.kept * 1)).square().mean()
+
+    with pytest.raises(cf.TraceError, match=r"keeps in attribute 'kept', and does not read the parameter 'inner\.bias'"):
+        by_hand(Adds())
+
+
+class Widens(nn.Module):
+    """Calls itself, and a module that is registered nowhere, which reads its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.table = torch.arange(3, dtype=torch.float64)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor, rounds: int = 2) -> torch.Tensor:
+        if self.fails and not rounds:
+            raise ValueError
+        x = nn.Tanh()(self.linear(x) * self.table)
+        return self(x, rounds - 1) if rounds else x.square().mean()
+
+
+def test_tables_are_constants_in_a_functional_call_by_hand():
+    torch.manual_seed(0)
+    module = Widens()
+    _, grads = by_hand(module)
+    module(X).backward()
+    cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
+
+
+def test_a_module_that_fails_is_watched_no_more():
+    module, other = Widens(), Biased("plain").eval()
+    module.fails = True
+    with torch.no_grad():
+        other(X)
+
+    def step(params, x):
+        with contextlib.suppress(ValueError):
+            torch.func.functional_call(module, params["failing"], (x,))
+        return cf.value_and_grad(lambda p: torch.func.functional_call(other, p, (x,)))(params["other"])
+
+    params = {"failing": dict(module.named_parameters()), "other": dict(other.named_parameters())}
+    with pytest.raises(cf.TraceError, match=r"attribute 'plain' of module '\(the model itself\)'"):
+        cf.shard(step, cf.Mesh(dp=1))(params, X)
 
 
 class Holder:

@@ -5,7 +5,8 @@ A trace takes such a tensor for a constant, so the parameter trains without its 
 parameter. What a trace captures is refused if it has a gradient's history, if the module computes it of parameters
 again once it is gone (see `_refuse_refilled`), or if its module has a parameter that the same forward does not read. Of
 what was made since the model was taken apart the parameters of submodules count too, and where there are none those of
-the nearest module around it that has some.
+the nearest module around it that has some. This holds for modules of `cf.functional` and for every other that the step
+calls.
 
     model = functional(module)
     module(x)                      # fills the attributes rope.cos and attn.bias_cache
@@ -18,21 +19,23 @@ in one that the module does not fill in again, of a parameter that the forward r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.tracing.captured import REMEDY, another_way
 from colofunc.program.tracing.infer import contiguous
-from colofunc.program.tracing.meta import Attribute, activate, active_stacks
+from colofunc.program.tracing.meta import Attribute, Whereabouts, activate, active_stacks
 from colofunc.program.tracing.module_tensors import ContainerBefore, kept_attributes, plain_attributes, reached
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder
@@ -49,42 +52,133 @@ def known_attributes(module: nn.Module) -> Known:
 
 @contextmanager
 def watch_attributes(
-    module: nn.Module, known: Known, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    module: nn.Module,
+    known: Known | None,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    calls: dict[str, Call] | None = None,
 ) -> Iterator[None]:
     """While a trace is active, what the module's forward reads of its attributes must be tables.
 
-    `buffers`: those that stand in the places of the module's own, whose parameters and buffers nothing may read.
+    `known`: the tensors in attributes when the model was taken apart, None where nobody took it apart. `buffers`: those
+    that stand in the places of the module's own, whose parameters and buffers nothing may read. `calls`: of submodules,
+    to which the caller may add that of the module itself.
     """
     here = active_stacks()
     if here is None:
         yield
         return
-    if not any(kept.module is module for kept in here.kept):
+    if known is not None and not any(kept.module is module for kept in here.kept):
         here.kept += kept_attributes(module)
-    before = here.attributes, here.read, here.replaced
-    here.attributes, here.read = {}, []
-    here.replaced = {
-        id(own): name for name, own in module.named_parameters() if name in params and is_traced(params[name])
-    }
-    own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
-    for path, name, tensor in _plain_tensors(module):
-        earlier = known.get(id(tensor))
-        known_now = earlier is not None and earlier() is tensor
-        here.attributes[id(tensor)] = Attribute(path, name, tensor, known_now, own_buffers.get(id(tensor), ""))
-    calls: dict[str, Call] = {}
+    calls = {} if calls is None else calls
+    trained = {name for name in params if is_traced(params[name])}
+    own = _attributes(module, known, buffers)
+    before = here.attributes, here.read, here.replaced, here.watched
+    # What modules around this one keep may be read in here, too.
+    here.attributes = {**here.attributes, **{key: (*here.attributes.get(key, ()), at) for key, at in own.items()}}
+    here.read = []
+    here.replaced = {**here.replaced, **{id(p): name for name, p in module.named_parameters() if name in trained}}
+    here.watched = here.watched | {id(part) for part in module.modules()}
     try:
-        paths = {attribute.path for attribute in here.attributes.values()}
+        paths = {attribute.path for attribute in own.values()}
         with _noted_calls(module, paths | {""} if paths else paths, calls):
             yield
-        for attribute in here.read:
-            if attribute.buffer and _is_written(buffers[attribute.buffer]):
-                raise another_way(attribute.buffer)
-        for attribute in dict.fromkeys(here.read):
-            _refuse_refilled(module, attribute, calls, {name for name in params if is_traced(params[name])})
-        for path in dict.fromkeys(attribute.path for attribute in here.read):
-            _refuse_stand_ins(module, path, [attribute for attribute in here.read if attribute.path == path], params)
+        _refuse_what_was_read(module, [x for x in here.read if own.get(id(x.tensor)) is x], calls, params, buffers)
     finally:
-        here.attributes, here.read, here.replaced = before
+        before[1].extend(here.read)
+        here.attributes, here.read, here.replaced, here.watched = before
+
+
+def _attributes(module: nn.Module, known: Known | None, buffers: Mapping[str, Tensor]) -> dict[int, Attribute]:
+    """By the tensor's id: what a module and its submodules keep in plain attributes."""
+    own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
+    found = {}
+    for path, name, tensor in _plain_tensors(module):
+        known_now = known is None
+        if known is not None:
+            earlier = known.get(id(tensor))
+            known_now = earlier is not None and earlier() is tensor
+        found[id(tensor)] = Attribute(path, name, tensor, known_now, own_buffers.get(id(tensor), ""))
+    return found
+
+
+def _refuse_what_was_read(
+    module: nn.Module,
+    read: list[Attribute],
+    calls: Mapping[str, Call],
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Raise where one of these attributes is no table."""
+    for attribute in read:
+        if attribute.buffer and _is_written(buffers[attribute.buffer]):
+            raise another_way(attribute.buffer)
+    trained = {name for name in params if is_traced(params[name])}
+    here = active_stacks()
+    for attribute in dict.fromkeys(read):
+        question = attribute.path, id(attribute.tensor), frozenset(trained)
+        if here is not None and question not in here.asked:
+            _refuse_refilled(module, attribute, calls, trained)
+            here.asked.add(question)
+    for path in dict.fromkeys(attribute.path for attribute in read):
+        _refuse_stand_ins(module, path, [attribute for attribute in read if attribute.path == path], params)
+
+
+# ---- modules that are called by nobody's `apply` ----
+#
+# Problem: a step may call a module with other weights by `torch.func.functional_call`, or as it is. Idea: every call of
+# a module is seen while a trace runs, and at that time the weights are in their places. The outermost one is watched,
+# its submodules with it.
+#
+#     functional_call(module, params, (x,))     ->     watch_attributes(module, None, what it holds now, {})
+
+
+@attrs.define(eq=False)
+class _Opened:
+    """A watch over a module that runs, `depth` times inside of itself."""
+
+    module: nn.Module
+    calls: dict[str, Call]
+    watch: AbstractContextManager[None]
+    depth: int = 1
+
+
+@contextmanager
+def watch_called(here: Whereabouts) -> Iterator[None]:
+    """Inside, what modules keep in attributes is watched, whoever calls them."""
+    opened: list[_Opened] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if active_stacks() is not here:
+            return
+        if opened and opened[-1].module is module:
+            opened[-1].depth += 1
+        elif id(module) not in here.watched:
+            calls: dict[str, Call] = {}
+            watch = watch_attributes(module, None, dict(module.named_parameters()), {}, calls)
+            opened.append(_Opened(module, calls, watch))
+            watch.__enter__()
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if active_stacks() is not here or not opened or opened[-1].module is not module:
+            return
+        opened[-1].depth -= 1
+        if opened[-1].depth:
+            return
+        last = opened.pop()
+        last.calls.setdefault("", (args, kwargs))
+        # A forward that fails has no result.
+        last.watch.__exit__(*(sys.exc_info() if out is None else (None, None, None)))
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

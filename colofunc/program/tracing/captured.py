@@ -33,14 +33,14 @@ def refuse_computed(tensor: Tensor, name: str | None) -> None:
     replaced = None if here is None or name is not None else here.replaced.get(id(tensor))
     if replaced is not None:
         raise another_way(replaced)
-    attribute = None if here is None or name is not None else here.attributes.get(id(tensor))
+    attributes = () if here is None or name is not None else here.attributes.get(id(tensor), ())
     if tensor.grad_fn is not None and _with_gradients(here):
         where, remedy = (
             "it captured from outside",
             "compute it in the step, or .detach() it outside if it is a constant",
         )
-        if attribute is not None:
-            where, remedy = f"is {attribute}", REMEDY
+        if attributes:
+            where, remedy = f"is {attributes[-1]}", REMEDY
         elif name is not None:
             where = f"is the weight {name.partition('.')[2]!r} given to a model from outside"
         raise TraceError(
@@ -48,8 +48,8 @@ def refuse_computed(tensor: Tensor, name: str | None) -> None:
             f"computed, by {tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a "
             f"constant it would have none. Try: {remedy}"
         )
-    if attribute is not None and here is not None:
-        here.read.append(attribute)
+    if here is not None:
+        here.read += attributes
 
 
 def _with_gradients(here: Whereabouts | None) -> bool:

@@ -63,11 +63,15 @@ class Whereabouts:
         self.gradients = True  # the grad mode that the step has set, whatever torch does inside of autograd Functions
         self.frozen: dict[int, str] = {}  # id of a tensor that is captured as a frozen weight -> its name
         self.marks: dict[str, str] = {}  # name of an input leaf -> its role, as somebody said (see `roles`)
-        self.attributes: dict[int, Attribute] = {}  # id of a tensor in a plain attribute of a module -> where it is
+        # id of a tensor in plain attributes of modules -> where it is, of the innermost module that is watched last
+        self.attributes: dict[int, tuple[Attribute, ...]] = {}
         self.read: list[Attribute] = []  # of these, what was read
         self.replaced: dict[
             int, str
         ] = {}  # id of a module's own parameter, for which the step passes another -> its name
+        self.watched: frozenset[int] = frozenset()  # ids of modules whose attributes are watched
+        # (module, id of a tensor in an attribute of it, what is trained): whether it is filled in again has been asked
+        self.asked: set[tuple[str, int, frozenset[str]]] = set()
         self.kept: list[ContainerBefore] = []  # what plain attributes of modules held before their first forward
         self.modules: dict[int, ref[torch.nn.Module]] = {}  # by id: what was called (see `used`)
         self.models: dict[int, ref[Any]] = {}  # by id: models that were called, with their frozen weights

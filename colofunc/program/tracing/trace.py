@@ -28,6 +28,7 @@ from colofunc.errors import ColofuncError, InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
+from colofunc.program.tracing.attributes import watch_called
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
@@ -106,9 +107,7 @@ def trace(
         role = "" if role_of is None else role_of(leaf)
         if role:
             carried[name] = role
-    parameters = {
-        name for name, leaf in zip(tree.names(), leaves, strict=True) if isinstance(leaf, torch.nn.Parameter)
-    }
+    parameters = {name for name, leaf in zip(tree.names(), leaves, strict=True) if isinstance(leaf, torch.nn.Parameter)}
     values, knows_no_weights = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried, parameters)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
@@ -134,7 +133,7 @@ def _observe(
     host_state = _host_random_state()
     leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]
     functions = TraceFunctions(rec, leaves_with_grad)
-    with noting(rec.where):
+    with noting(rec.where), watch_called(rec.where):
         result = _run(rec, fn, unflatten(tree, fakes), [functions, *canonical.modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
