@@ -1,7 +1,12 @@
 """Tensors in plain attributes of modules: tables stay constants, what was computed of a parameter is refused."""
 
+import collections
 import contextlib
+import dataclasses
+import functools
+from typing import ClassVar
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -143,7 +148,33 @@ class Holder:
     """What is no container and no module."""
 
 
+@attrs.define
+class Slotted:
+    kept: object
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedData:
+    kept: object
+    other: object = dataclasses.field(init=False)
+
+
+def cached(x):
+    look = functools.lru_cache(lambda: x * 1)
+    look()
+    return look
+
+
 NESTED = {
+    "slots": Slotted,
+    "slots of a dataclass": SlottedData,
+    "deque": lambda x: collections.deque([x], maxlen=2),
+    "partial": lambda x: functools.partial(torch.mul, x),
+    "keyword of a partial": lambda x: functools.partial(torch.mul, other=x),
+    "closure": lambda x: lambda: x,
+    "default": lambda x: lambda x=x: x,
+    "method": lambda x: Slotted(x).__repr__,
+    "cache of a function": cached,
     "list": lambda x: [x],
     "dict of lists": lambda x: {"a": [{"b": (x,)}]},
     "object": lambda x: held_by(Holder(), x),
@@ -171,6 +202,65 @@ def test_what_was_computed_of_a_parameter_is_refused_however_deep_it_lies(nestin
     module.nested = NESTED[nesting](module.plain)
     with pytest.raises(cf.TraceError, match=r"attribute .*'nested'.*parameter 'biases'.*clear that attribute"):
         gradients(model)
+
+
+class Shared(Biased):
+    """Its objects share what they looked up."""
+
+    memo: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def kept(self) -> torch.Tensor:
+        if self.holder == "memo":
+            if "biases" not in self.memo:
+                self.memo["biases"] = self.biases[self.table]
+            return self.memo["biases"]
+        return self.looked()
+
+    @functools.cache  # noqa: B019
+    def looked(self) -> torch.Tensor:
+        return self.biases[self.table]
+
+
+@pytest.mark.parametrize("without_gradient", [False, True])
+@pytest.mark.parametrize("holder", ["memo", "looked"])
+def test_what_the_class_of_a_module_keeps_is_refused_if_it_was_computed(holder, without_gradient):
+    module = Shared(holder).eval()
+    model = cf.functional(module)
+    Shared.memo.clear()
+    with torch.set_grad_enabled(not without_gradient):
+        module(X)
+    with pytest.raises(cf.TraceError, match=rf"attribute '{holder}'"):
+        gradients(model)
+    Shared.memo.clear()
+    Shared.looked.cache_clear()
+    _, grads = gradients(cf.functional(module))
+    assert not Shared.memo and grads["biases"].full().abs().max() > 0
+
+
+class Registered(Biased):
+    """Keeps what it computed in a buffer that it registers at the first call."""
+
+    def kept(self) -> torch.Tensor:
+        if self.holder not in self._buffers:
+            self.register_buffer(self.holder, self.biases[self.table], persistent=False)
+        return getattr(self, self.holder)
+
+
+def test_a_buffer_that_was_registered_since_is_refused():
+    module = Registered("late").eval()
+    model = cf.functional(module)
+    with torch.no_grad():
+        module(X)
+    with pytest.raises(cf.TraceError, match=r"attribute 'late'.*computed of parameter 'biases' at test_trace_attributes.py"):
+        gradients(model)
+    assert isinstance(module.late, torch.Tensor) and not module.late.requires_grad
+
+
+def test_a_buffer_that_was_computed_with_a_gradient_is_refused():
+    module = Registered("early").eval()
+    module(X)
+    with pytest.raises(cf.TraceError, match="the buffer 'early' of a module, which was computed, by IndexBackward"):
+        gradients(cf.functional(module))
 
 
 class Angles(nn.Module):

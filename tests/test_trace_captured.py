@@ -125,16 +125,21 @@ def test_a_first_read_without_gradients_does_not_hide_a_later_one():
         trace(step, (X,))
 
 
-def test_weights_that_were_looked_up_before_and_kept_by_torch_are_refused():
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_weights_that_were_looked_up_before_and_kept_by_torch_are_refused(gradient, by_hand):
     module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4).double())
     model = cf.functional(module)
 
     def step(params, x):
+        if by_hand:
+            return cf.value_and_grad(lambda p: torch.func.functional_call(module, p, (x,)).sum())(params)
         return cf.value_and_grad(lambda p: model.apply(p, model.buffers, x)[0].sum())(params)
 
     with nn.utils.parametrize.cached():
-        module(X)
-        with pytest.raises(cf.TraceError, match="of something that requires a gradient"):
+        with torch.set_grad_enabled(gradient):
+            module(X)
+        with pytest.raises(cf.TraceError, match="attribute 'weight'"):
             trace(step, (model.params, X))
 
 

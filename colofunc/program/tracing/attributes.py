@@ -13,14 +13,17 @@ calls.
     step(state, batch)             # TraceError: ... attribute 'bias_cache' of 'attn' ... computed of 'attn.biases' at model.py:9
 
 What the forward puts into attributes while it is traced is taken out of them after the trace (see `_put_back`). Not
-seen is what was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or
-in one that the module does not fill in again, of a parameter that the forward reads besides.
+seen is what was computed without a gradient and lies in no attribute of a module or its class (a global, a cache of a
+plain function), in a buffer, as a NumPy array or number, or in an attribute that is read outside of the forward, or that
+the module does not fill in again, of a parameter that the forward reads besides.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -36,7 +39,14 @@ from colofunc.errors import TraceError
 from colofunc.program.tracing.captured import REMEDY, another_way
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.meta import Attribute, Whereabouts, activate, active_stacks
-from colofunc.program.tracing.module_tensors import ContainerBefore, kept_attributes, plain_attributes, reached
+from colofunc.program.tracing.module_tensors import (
+    ContainerBefore,
+    attribute_of,
+    kept_attributes,
+    plain_attributes,
+    reached,
+    refill,
+)
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder
 from colofunc.program.tracing.roles import is_traced
@@ -93,12 +103,18 @@ def _attributes(module: nn.Module, known: Known | None, buffers: Mapping[str, Te
     """By the tensor's id: what a module and its submodules keep in plain attributes."""
     own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
     found = {}
-    for path, name, tensor in _plain_tensors(module):
+    for path, name, tensor in _plain_tensors(module, None if known is None else buffers):
         known_now = known is None
         if known is not None:
             earlier = known.get(id(tensor))
             known_now = earlier is not None and earlier() is tensor
         found[id(tensor)] = Attribute(path, name, tensor, known_now, own_buffers.get(id(tensor), ""))
+    kept_by_torch = compat.parametrized_weights()
+    if kept_by_torch:
+        paths = {id(part): path for path, part in module.named_modules()}
+        for (part, name), tensor in kept_by_torch.items():
+            if part in paths:
+                found[id(tensor)] = Attribute(paths[part], name, tensor, known=False)
     return found
 
 
@@ -114,6 +130,8 @@ def _refuse_what_was_read(
         if attribute.buffer and _is_written(buffers[attribute.buffer]):
             raise another_way(attribute.buffer)
     trained = {name for name in params if is_traced(params[name])}
+    if trained and torch.is_grad_enabled():
+        _refuse_computed_buffers(module, buffers)
     here = active_stacks()
     for attribute in dict.fromkeys(read):
         question = attribute.path, id(attribute.tensor), frozenset(trained)
@@ -122,6 +140,17 @@ def _refuse_what_was_read(
             here.asked.add(question)
     for path in dict.fromkeys(attribute.path for attribute in read):
         _refuse_stand_ins(module, path, [attribute for attribute in read if attribute.path == path], params)
+
+
+def _refuse_computed_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Raise where a buffer that is read has a gradient's history, which its value alone has not."""
+    for name, own in module.named_buffers():
+        if own.grad_fn is not None and name in buffers and _is_read(buffers[name]):
+            raise TraceError(
+                f"the step reads the buffer {name!r} of a module, which was computed, by "
+                f"{own.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a buffer it has "
+                "none. Try: compute it in the module's forward, or register it with .detach() if it is a constant"
+            )
 
 
 # ---- modules that are called by nobody's `apply` ----
@@ -256,8 +285,16 @@ def _is_read(tensor: Tensor) -> bool:
     return cell is None or any(cell.vid in node.refs for node in cell.storage.owner.nodes)
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(path of the module, attribute, tensor); also what containers and helper objects hold that are attributes."""
+def _plain_tensors(module: nn.Module, buffers: Collection[str] | None = None) -> Iterator[tuple[str, str, Tensor]]:
+    """(path of the module, attribute, tensor); also what containers and helper objects hold that are attributes.
+
+    `buffers`: those that the module had when it was taken apart. What was registered since then is an attribute.
+    """
+    if buffers is not None:
+        for name, tensor in module.named_buffers():
+            if name not in buffers:
+                path, _, attribute = name.rpartition(".")
+                yield path, attribute, tensor
     for path, part in module.named_modules():
         for name, value in plain_attributes(part):
             for tensor in reached(value):
@@ -300,7 +337,7 @@ def maker_of(
     forward; `trained`: the names of those of its parameters that are.
     """
     for empty in _ways_to_empty(holder, name, tensor):
-        with _put_back(kept_attributes(called)):
+        with _put_back(called, holder, name):
             empty()
             found = _filled_in(called, call, trained, holder, name)
         if found is not None:
@@ -323,7 +360,7 @@ def _filled_in(
             # A forward that cannot do without the attribute does not fill it in. One that fails later (where it draws
             # random numbers: the modes of the trace are off) has done so.
             rec.raised = None
-    made = [x for x in reached(vars(holder).get(name)) if isinstance(x, compat.FakeTensor)]
+    made = [x for x in reached(attribute_of(holder, name)) if isinstance(x, compat.FakeTensor)]
     names = {rec.cell(p).vid: key for key, p in parameters.items() if key in trained}
     return [_maker(rec, rec.cell(x).vid, names) for x in made if x.requires_grad] if made else None
 
@@ -352,35 +389,45 @@ def _ways_to_empty(holder: nn.Module, name: str, tensor: Tensor) -> Iterator[Cal
     """Ways to take a tensor out of an attribute, the smallest first: what a module takes for "not filled yet" is its
     own.
     """
-    value = vars(holder)[name]
+    value = attribute_of(holder, name)
+    registered = vars(holder)["_buffers"] if name in vars(holder).get("_buffers", {}) else None
 
     def take_out() -> None:
         for container in reached(value):
             if isinstance(container, dict):
                 for key in [key for key, item in container.items() if item is tensor]:
                     del container[key]
-            elif isinstance(container, list):
-                container[:] = [item for item in container if item is not tensor]
+            elif isinstance(container, (list, deque)):
+                refill(container, [item for item in container if item is not tensor])
+            elif isinstance(container, functools._lru_cache_wrapper):
+                container.cache_clear()
 
     def replace(new: Any) -> Callable[[], None]:
         return lambda: vars(holder).__setitem__(name, new)
 
+    if registered is not None:
+        yield lambda: registered.__setitem__(name, None)
+        yield lambda: registered.__delitem__(name)
+        return
     if value is not tensor:
         yield take_out
     if isinstance(value, (dict, list)):
         yield replace(type(value)())
     yield replace(None)
-    yield lambda: vars(holder).pop(name)
+    yield lambda: vars(holder).pop(name, None)
 
 
 @contextmanager
-def _put_back(kept: list[ContainerBefore]) -> Iterator[None]:
+def _put_back(called: nn.Module, holder: nn.Module, name: str) -> Iterator[None]:
+    """What a call changes in attributes of modules is put back; a cache of a function is emptied."""
+    kept, registered = kept_attributes(called), holder._buffers
+    if name in registered:
+        kept.append(ContainerBefore(holder, None, registered, dict(registered)))
+    caches = [x for x in reached(attribute_of(holder, name)) if isinstance(x, functools._lru_cache_wrapper)]
     try:
         yield
     finally:
         for part in kept:
-            if isinstance(part.container, list):
-                part.container[:] = part.before
-            else:
-                part.container.clear()
-                part.container.update(part.before)
+            refill(part.container, part.before)
+        for cache in caches:
+            cache.cache_clear()
