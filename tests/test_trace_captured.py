@@ -165,3 +165,13 @@ def test_weights_that_are_computed_in_the_step_are_no_captures():
 
     traced = trace(step, (torch.ones((), dtype=D), X))
     assert any(node.phase == "backward" for node in traced.program.nodes)
+
+
+@pytest.mark.parametrize("spec", ["(dp a) b", "a b", "a (dp b)"])
+def test_a_small_dtensor_that_is_captured_is_an_input(spec):
+    mesh = cf.Mesh(dp=2)
+    whole = torch.arange(16, dtype=D).reshape(4, 4)
+    weight = cf.distribute(whole, spec, mesh)
+    step = cf.shard(lambda x: F.linear(x, weight) + weight[0] * 2, mesh)
+    cf.testing.compare(step(X), F.linear(X, whole) + whole[0] * 2)
+    assert "captured.0" in {value.name for value in step.lower(X).program.values.values()}

@@ -8,7 +8,7 @@ parameter of a module for which the step passes another value. (What modules kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import TraceError
+from colofunc.ops.plain import has_operators
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Program, Value
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lazy import LazyTensor
 from colofunc.program.tracing.meta import Whereabouts, active_stacks, user_line
 
 REMEDY = "clear that attribute before the step (eval mode fills it: call model.train() first), or compute the tensor in the step"
@@ -81,30 +83,53 @@ def another_way(name: str) -> TraceError:
 #     inputs (state, batch, seed), constants {5: 4 B, 6: 2 GiB}     ->     inputs (state, batch, seed, 6), constants {5: 4 B}
 
 
-# Captured tensors up to this size stay constants, unless they are somebody's frozen weights.
+# Captured tensors up to this size stay constants, unless they are somebody's frozen weights or lie on several ranks.
 SMALL_BYTES = 1 << 16
 
 
 def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Program, tuple[torch.Tensor, ...]]:
     """(program, its hidden inputs in order). `captured`: value id -> tensor; only these are lifted."""
-    chosen = [vid for vid in program.constants if vid in captured and _is_large(program.values[vid])]
+    chosen = []
+    for vid in program.constants:
+        if vid in captured and (_is_large(program.values[vid]) or _lies_on_ranks(captured[vid])):
+            chosen.append(vid)
     if not chosen:
         return program, ()
     constants = {vid: t for vid, t in program.constants.items() if vid not in chosen}
     edit = Editor(program)
     values = edit.values
     for place, vid in enumerate(chosen):
-        values[vid] = attrs.evolve(
-            values[vid], name=values[vid].name or f"captured.{place}", role="frozen", device_free=False
-        )
-    for node in program.nodes:
+        values[vid] = attrs.evolve(values[vid], name=values[vid].name or f"captured.{place}", role="frozen")
+    _no_constants(values, program.nodes, chosen)
+    users = tuple(vid for vid in program.inputs if vid not in program.constants)
+    lifted = edit.written(program.nodes, inputs=(*users, *chosen, *constants), constants=constants)
+    return lifted, tuple(captured[vid] for vid in chosen)
+
+
+def placed_are_no_constants(program: Program, captured: Mapping[int, torch.Tensor]) -> Program:
+    """The program where nothing that is made of a captured DTensor counts as known, so that no pass computes it."""
+    placed = [vid for vid in program.constants if vid in captured and _lies_on_ranks(captured[vid])]
+    if not placed:
+        return program
+    values = dict(program.values)
+    _no_constants(values, program.nodes, placed)
+    return attrs.evolve(program, values=values)
+
+
+def _no_constants(values: dict[int, Value], nodes: Sequence[Node], inputs: Sequence[int]) -> None:
+    """These, and what is made of them, depend on an input."""
+    for vid in inputs:
+        values[vid] = attrs.evolve(values[vid], device_free=False)
+    for node in nodes:
         if not all(values[ref].device_free for ref in node.refs):
             for out in node.outs:
                 if out is not None and values[out].device_free:
                     values[out] = attrs.evolve(values[out], device_free=False)
-    users = tuple(vid for vid in program.inputs if vid not in program.constants)
-    lifted = edit.written(program.nodes, inputs=(*users, *chosen, *constants), constants=constants)
-    return lifted, tuple(captured[vid] for vid in chosen)
+
+
+def _lies_on_ranks(tensor: torch.Tensor) -> bool:
+    """A DTensor, of which no rank may have the whole; what is lazy has been made if it is small."""
+    return has_operators(type(tensor)) and not isinstance(tensor, LazyTensor)
 
 
 def _is_large(value: Value) -> bool:

@@ -29,6 +29,7 @@ from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
 from colofunc.program.tracing.attributes import watch_called
+from colofunc.program.tracing.captured import placed_are_no_constants
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
@@ -111,6 +112,7 @@ def trace(
     values, knows_no_weights = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried, parameters)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
+    program = placed_are_no_constants(program, captured)
     modules, models = noted(rec.where)
     return Traced(
         program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, knows_no_weights
