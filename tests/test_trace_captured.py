@@ -175,3 +175,24 @@ def test_a_small_dtensor_that_is_captured_is_an_input(spec):
     step = cf.shard(lambda x: F.linear(x, weight) + weight[0] * 2, mesh)
     cf.testing.compare(step(X), F.linear(X, whole) + whole[0] * 2)
     assert "captured.0" in {value.name for value in step.lower(X).program.values.values()}
+
+
+def test_the_error_names_the_variable_and_the_line_of_the_maker_where_torch_knows_it():
+    weight = BASE[0] * 2
+    held = {"weights": [weight], "weight": weight}
+    with pytest.raises(cf.TraceError, match=r"in <lambda> reads .* captured from outside as weight and .* by MulBackward, of"):
+        trace(lambda x: F.rms_norm(x, (4,), weight), (X,))
+    with pytest.raises(cf.TraceError, match=r"captured from outside as held\['weight'\] and"):
+        trace(lambda x: x * held["weight"], (X,))
+
+    def inner(x, scale):
+        return x * scale
+
+    with pytest.raises(cf.TraceError, match=r"in inner reads .* captured from outside as weight and"):
+        trace(lambda x: inner(x, weight), (X,))
+    with pytest.raises(cf.TraceError, match=r"captured from outside as by_default and"):
+        trace(lambda x, by_default=weight: inner(x, by_default), (X,))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        traceable = BASE[0] * 3
+    with pytest.raises(cf.TraceError, match=r"by MulBackward at test_trace_captured.py:\d+ in test_the_error_names_the_var\w+, of"):
+        trace(lambda x: x * traceable, (X,))

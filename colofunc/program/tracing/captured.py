@@ -20,7 +20,7 @@ from colofunc.ops.plain import has_operators
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lazy import LazyTensor
-from colofunc.program.tracing.meta import Whereabouts, active_stacks, user_line
+from colofunc.program.tracing.meta import Attribute, Whereabouts, active_stacks, maker_line, user_line, variable_of
 
 REMEDY = "clear that attribute before the step (eval mode fills it: call model.train() first), or compute the tensor in the step"
 
@@ -37,21 +37,27 @@ def refuse_computed(tensor: Tensor, name: str | None) -> None:
         raise another_way(replaced)
     attributes = () if here is None or name is not None else here.attributes.get(id(tensor), ())
     if tensor.grad_fn is not None and _with_gradients(here):
-        where, remedy = (
-            "it captured from outside",
-            "compute it in the step, or .detach() it outside if it is a constant",
-        )
-        if attributes:
-            where, remedy = f"is {attributes[-1]}", REMEDY
-        elif name is not None:
-            where = f"is the weight {name.partition('.')[2]!r} given to a model from outside"
-        raise TraceError(
-            f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
-            f"computed, by {tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a "
-            f"constant it would have none. Try: {remedy}"
-        )
+        raise _was_computed(tensor, tensor.grad_fn.name().removesuffix("0"), name, attributes)
     if here is not None:
         here.read += attributes
+
+
+def _was_computed(tensor: Tensor, maker: str, name: str | None, attributes: Sequence[Attribute]) -> TraceError:
+    """The error for a tensor with a gradient's history, with all that is known of where it comes from."""
+    remedy = "compute it in the step, or .detach() it outside if it is a constant"
+    if attributes:
+        where, remedy = f"is {attributes[-1]}", REMEDY
+    elif name is not None:
+        where = f"is the weight {name.partition('.')[2]!r} given to a model from outside"
+    else:
+        variable = variable_of(tensor)
+        where = f"it captured from outside as {variable}" if variable else "it captured from outside"
+    line = maker_line(tensor)
+    return TraceError(
+        f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was computed, "
+        f"by {maker}{f' at {line}' if line else ''}, of something that requires a gradient; as a constant it would have "
+        f"none. Try: {remedy}"
+    )
 
 
 def _with_gradients(here: Whereabouts | None) -> bool:
