@@ -235,7 +235,9 @@ _STACK_ENTRY = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 def maker_line(tensor: torch.Tensor) -> str:
     """The line that computed a tensor, where torch has kept it (`torch.autograd.set_detect_anomaly`); else ""."""
-    stack = [] if tensor.grad_fn is None else tensor.grad_fn.metadata.get("traceback_", [])
+    # A dict, which torch's stubs call a method.
+    kept: Any = {} if tensor.grad_fn is None else tensor.grad_fn.metadata
+    stack: list[str] = kept.get("traceback_", [])
     for entry in reversed(stack):
         at = _STACK_ENTRY.search(entry)
         if at is not None and _is_user_file(at[1]):

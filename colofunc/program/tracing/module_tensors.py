@@ -151,7 +151,7 @@ def refill(container: Container, before: Container) -> None:
         container.extend(before)
     else:
         container.clear()
-        container.update(before)  # type: ignore[arg-type]
+        container.update(before)
 
 
 def put_back(kept: ContainerBefore) -> list[tuple[str, Tensor]]:
