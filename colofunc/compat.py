@@ -113,6 +113,15 @@ def no_dispatch() -> AbstractContextManager[Any]:
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+def parametrized_weights() -> dict[tuple[int, str], Any]:
+    """(id of a module, name) -> the weight that `torch.nn.utils.parametrize.cached()` has computed and kept."""
+    kept: dict[tuple[int, str], Any] = getattr(torch.nn.utils.parametrize, "_cache", {})
+    return kept
+
+
+# What `torch.no_grad` and its kin call, and torch function modes see.
+set_gradients: Any = torch._C._set_grad_enabled
+
 _current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 _peek_sequence = getattr(torch.autograd, "_get_sequence_nr", None)

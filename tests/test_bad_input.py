@@ -169,6 +169,18 @@ def test_a_state_on_another_mesh() -> None:
     )
 
 
+def test_captured_tensors_on_another_mesh() -> None:
+    weight = cf.distribute(torch.ones(8, 8), "(dp a) b", cf.Mesh(dp=2))
+    model = cf.functional(torch.nn.Linear(8, 8, bias=False))
+    said = (
+        "a tensor of shape (8, 8) that the step captured from outside ({!r}) lies on Mesh(dp=2), the step runs on "
+        "Mesh(dp=4). Try: cf.distribute(x, spec, mesh) before the step, or the tensor as an argument of it"
+    )
+    refuses(cf.InputError, said.format("captured.0"), call=lambda: cf.shard(lambda x: x @ weight, cf.Mesh(dp=4))(torch.ones(4, 8)))
+    by_model = cf.shard(lambda x: model.apply({"weight": weight}, {}, x)[0], cf.Mesh(dp=4))
+    refuses(cf.InputError, said.format("frozen.weight"), call=lambda: by_model(torch.ones(4, 8)))
+
+
 # ---- values ----
 
 

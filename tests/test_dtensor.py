@@ -362,7 +362,8 @@ def test_refused_mixtures() -> None:
     x = d(X, "(dp b) d")
     with pytest.raises(cf.SpecError, match=r'mixes a DTensor with a plain tensor of shape \(8, 4\).*cf.distribute\(tensor, "...", mesh\)'):
         x + X
-    with pytest.raises(cf.MeshError, match=r"mixes DTensors of two meshes, Mesh\(dp=2, tp=2\) and Mesh\(dp=4\)"):
+    said = r"mixes DTensors of two meshes, Mesh\(dp=2, tp=2\) and Mesh\(dp=4\). Try: cf.distribute\(x, spec, mesh\)"
+    with pytest.raises(cf.MeshError, match=said):
         x + cf.distribute(X, "(dp b) d", cf.Mesh(dp=4))
     with pytest.raises(cf.InputError, match=r"writes a DTensor into a plain tensor of shape"):
         X.clone().copy_(x)

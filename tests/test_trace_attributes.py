@@ -1,5 +1,12 @@
 """Tensors in plain attributes of modules: tables stay constants, what was computed of a parameter is refused."""
 
+import collections
+import contextlib
+import dataclasses
+import functools
+from typing import ClassVar
+
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -61,11 +68,113 @@ def test_what_was_computed_of_a_parameter_is_refused(holder, called):
         gradients(model)
 
 
+def by_hand(module: nn.Module) -> object:
+    """The gradients of a step that calls a module by torch's own function."""
+
+    def step(params, x):
+        return cf.value_and_grad(lambda p: torch.func.functional_call(module, p, (x,)))(params)
+
+    return cf.shard(step, cf.Mesh(dp=1))({name: p.detach() for name, p in module.named_parameters()}, X)
+
+
+@pytest.mark.parametrize("holder", ["in_dict", "in_list", "plain"])
+@pytest.mark.parametrize("called", ["without", "with"])
+def test_what_was_computed_is_refused_in_a_functional_call_by_hand(holder, called):
+    module = Biased(holder).eval()
+    with torch.set_grad_enabled(called == "with"):
+        module(X)
+    with pytest.raises(cf.TraceError, match=rf"attribute .*'{holder}'.*clear that attribute"):
+        by_hand(module)
+
+
+def test_an_attribute_that_is_passed_to_a_module_by_hand_is_refused():
+    module = nn.Linear(3, 3).double()
+    with torch.no_grad():
+        module.kept = module.bias.exp()
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.helpers = module, [nn.Identity()]
+
+        def forward(self, x):
+            return (x @ self.inner.weight + self.helpers[0](self.inner.kept * 1)).square().mean()
+
+    with pytest.raises(cf.TraceError, match=r"keeps in attribute 'kept', and does not read the parameter 'inner\.bias'"):
+        by_hand(Adds())
+
+
+class Widens(nn.Module):
+    """Calls itself, and a module that is registered nowhere, which reads its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.table = torch.arange(3, dtype=torch.float64)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor, rounds: int = 2) -> torch.Tensor:
+        if self.fails and not rounds:
+            raise ValueError
+        x = nn.Tanh()(self.linear(x) * self.table)
+        return self(x, rounds - 1) if rounds else x.square().mean()
+
+
+def test_tables_are_constants_in_a_functional_call_by_hand():
+    torch.manual_seed(0)
+    module = Widens()
+    _, grads = by_hand(module)
+    module(X).backward()
+    cf.testing.compare(grads, {name: p.grad for name, p in module.named_parameters()})
+
+
+def test_a_module_that_fails_is_watched_no_more():
+    module, other = Widens(), Biased("plain").eval()
+    module.fails = True
+    with torch.no_grad():
+        other(X)
+
+    def step(params, x):
+        with contextlib.suppress(ValueError):
+            torch.func.functional_call(module, params["failing"], (x,))
+        return cf.value_and_grad(lambda p: torch.func.functional_call(other, p, (x,)))(params["other"])
+
+    params = {"failing": dict(module.named_parameters()), "other": dict(other.named_parameters())}
+    with pytest.raises(cf.TraceError, match=r"attribute 'plain' of module '\(the model itself\)'"):
+        cf.shard(step, cf.Mesh(dp=1))(params, X)
+
+
 class Holder:
     """What is no container and no module."""
 
 
+@attrs.define
+class Slotted:
+    kept: object
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedData:
+    kept: object
+    other: object = dataclasses.field(init=False)
+
+
+def cached(x):
+    look = functools.lru_cache(lambda: x * 1)
+    look()
+    return look
+
+
 NESTED = {
+    "slots": Slotted,
+    "slots of a dataclass": SlottedData,
+    "deque": lambda x: collections.deque([x], maxlen=2),
+    "partial": lambda x: functools.partial(torch.mul, x),
+    "keyword of a partial": lambda x: functools.partial(torch.mul, other=x),
+    "closure": lambda x: lambda: x,
+    "default": lambda x: lambda x=x: x,
+    "method": lambda x: Slotted(x).__repr__,
+    "cache of a function": cached,
     "list": lambda x: [x],
     "dict of lists": lambda x: {"a": [{"b": (x,)}]},
     "object": lambda x: held_by(Holder(), x),
@@ -93,6 +202,65 @@ def test_what_was_computed_of_a_parameter_is_refused_however_deep_it_lies(nestin
     module.nested = NESTED[nesting](module.plain)
     with pytest.raises(cf.TraceError, match=r"attribute .*'nested'.*parameter 'biases'.*clear that attribute"):
         gradients(model)
+
+
+class Shared(Biased):
+    """Its objects share what they looked up."""
+
+    memo: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def kept(self) -> torch.Tensor:
+        if self.holder == "memo":
+            if "biases" not in self.memo:
+                self.memo["biases"] = self.biases[self.table]
+            return self.memo["biases"]
+        return self.looked()
+
+    @functools.cache  # noqa: B019
+    def looked(self) -> torch.Tensor:
+        return self.biases[self.table]
+
+
+@pytest.mark.parametrize("without_gradient", [False, True])
+@pytest.mark.parametrize("holder", ["memo", "looked"])
+def test_what_the_class_of_a_module_keeps_is_refused_if_it_was_computed(holder, without_gradient):
+    module = Shared(holder).eval()
+    model = cf.functional(module)
+    Shared.memo.clear()
+    with torch.set_grad_enabled(not without_gradient):
+        module(X)
+    with pytest.raises(cf.TraceError, match=rf"attribute '{holder}'"):
+        gradients(model)
+    Shared.memo.clear()
+    Shared.looked.cache_clear()
+    _, grads = gradients(cf.functional(module))
+    assert not Shared.memo and grads["biases"].full().abs().max() > 0
+
+
+class Registered(Biased):
+    """Keeps what it computed in a buffer that it registers at the first call."""
+
+    def kept(self) -> torch.Tensor:
+        if self.holder not in self._buffers:
+            self.register_buffer(self.holder, self.biases[self.table], persistent=False)
+        return getattr(self, self.holder)
+
+
+def test_a_buffer_that_was_registered_since_is_refused():
+    module = Registered("late").eval()
+    model = cf.functional(module)
+    with torch.no_grad():
+        module(X)
+    with pytest.raises(cf.TraceError, match=r"attribute 'late'.*computed of parameter 'biases' at test_trace_attributes.py"):
+        gradients(model)
+    assert isinstance(module.late, torch.Tensor) and not module.late.requires_grad
+
+
+def test_a_buffer_that_was_computed_with_a_gradient_is_refused():
+    module = Registered("early").eval()
+    module(X)
+    with pytest.raises(cf.TraceError, match="the buffer 'early' of a module, which was computed, by IndexBackward"):
+        gradients(cf.functional(module))
 
 
 class Angles(nn.Module):

@@ -44,6 +44,9 @@ from colofunc.ops.debug import show
 from colofunc.ops.seeds import draw_seed
 from colofunc.spec.layout import Layout, replicated
 
+# What errors advise for a tensor on another mesh: its parts go over, and no rank gets the whole.
+BRING_OVER = "cf.distribute(x, spec, mesh)"
+
 
 @attrs.define(eq=False)
 class SharedParts:
@@ -175,8 +178,7 @@ def _common_mesh(cls: Any, func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Back
     for other in found[1:]:
         if other.mesh != mesh:
             raise MeshError(
-                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with "
-                "cf.distribute(x.full(), ...)"
+                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}. Try: {BRING_OVER}, which brings one over"
             )
     return mesh, found[0]._backend
 

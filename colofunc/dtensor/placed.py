@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from colofunc import compat
 from colofunc.dtensor.eager import convert_shards
+from colofunc.dtensor.eager_dispatch import BRING_OVER
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
@@ -98,7 +99,16 @@ def other_mesh_error(what: str, x: DTensor, mesh: Mesh) -> InputError:
     """What to say of a tensor that lies on another mesh than the step's."""
     return InputError(
         f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state "
-        "anew, or cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
+        f"anew, or cf.load(path, mesh=...); a single tensor with {BRING_OVER}"
+    )
+
+
+def captured_mesh_error(name: str, x: DTensor, mesh: Mesh) -> InputError:
+    """What to say of one that the step takes from outside: nothing places it anew but its owner."""
+    return InputError(
+        f"a tensor of shape {tuple(x.shape)} that the step captured from outside ({name!r}) lies on {x.mesh}, the step "
+        f"runs on {mesh}. Try: {BRING_OVER} before the step, or the tensor as an argument of it, in a state that "
+        "step.init(state, ...) places anew"
     )
 
 
@@ -197,6 +207,8 @@ class Shelf:
         to_disk: takes parts there, where the layout says disk; without it those are the caller's alone, in memory.
         """
         if isinstance(x, DTensor):
+            if x.mesh != mesh:
+                raise captured_mesh_error(name, x, mesh)
             return place(x, layout, mesh, backend, name=name, dtype=dtype)
         if (there := self.has(x, layout, mesh, backend, dtype)) is not None:
             return there

@@ -5,35 +5,48 @@ A trace takes such a tensor for a constant, so the parameter trains without its 
 parameter. What a trace captures is refused if it has a gradient's history, if the module computes it of parameters
 again once it is gone (see `_refuse_refilled`), or if its module has a parameter that the same forward does not read. Of
 what was made since the model was taken apart the parameters of submodules count too, and where there are none those of
-the nearest module around it that has some.
+the nearest module around it that has some. This holds for modules of `cf.functional` and for every other that the step
+calls.
 
     model = functional(module)
     module(x)                      # fills the attributes rope.cos and attn.bias_cache
     step(state, batch)             # TraceError: ... attribute 'bias_cache' of 'attn' ... computed of 'attn.biases' at model.py:9
 
 What the forward puts into attributes while it is traced is taken out of them after the trace (see `_put_back`). Not
-seen is what was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or
-in one that the module does not fill in again, of a parameter that the forward reads besides.
+seen is what was computed without a gradient and lies in no attribute of a module or its class (a global, a cache of a
+plain function), in a buffer, as a NumPy array or number, or in an attribute that is read outside of the forward, or that
+the module does not fill in again, of a parameter that the forward reads besides.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.tracing.captured import REMEDY, another_way
 from colofunc.program.tracing.infer import contiguous
-from colofunc.program.tracing.meta import Attribute, activate, active_stacks
-from colofunc.program.tracing.module_tensors import ContainerBefore, kept_attributes, plain_attributes, reached
+from colofunc.program.tracing.meta import Attribute, Whereabouts, activate, active_stacks
+from colofunc.program.tracing.module_tensors import (
+    ContainerBefore,
+    attribute_of,
+    kept_attributes,
+    plain_attributes,
+    reached,
+    refill,
+)
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder
 from colofunc.program.tracing.roles import is_traced
@@ -49,42 +62,152 @@ def known_attributes(module: nn.Module) -> Known:
 
 @contextmanager
 def watch_attributes(
-    module: nn.Module, known: Known, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    module: nn.Module,
+    known: Known | None,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    calls: dict[str, Call] | None = None,
 ) -> Iterator[None]:
     """While a trace is active, what the module's forward reads of its attributes must be tables.
 
-    `buffers`: those that stand in the places of the module's own, whose parameters and buffers nothing may read.
+    `known`: the tensors in attributes when the model was taken apart, None where nobody took it apart. `buffers`: those
+    that stand in the places of the module's own, whose parameters and buffers nothing may read. `calls`: of submodules,
+    to which the caller may add that of the module itself.
     """
     here = active_stacks()
     if here is None:
         yield
         return
-    if not any(kept.module is module for kept in here.kept):
+    if known is not None and not any(kept.module is module for kept in here.kept):
         here.kept += kept_attributes(module)
-    before = here.attributes, here.read, here.replaced
-    here.attributes, here.read = {}, []
-    here.replaced = {
-        id(own): name for name, own in module.named_parameters() if name in params and is_traced(params[name])
-    }
-    own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
-    for path, name, tensor in _plain_tensors(module):
-        earlier = known.get(id(tensor))
-        known_now = earlier is not None and earlier() is tensor
-        here.attributes[id(tensor)] = Attribute(path, name, tensor, known_now, own_buffers.get(id(tensor), ""))
-    calls: dict[str, Call] = {}
+    calls = {} if calls is None else calls
+    trained = {name for name in params if is_traced(params[name])}
+    own = _attributes(module, known, buffers)
+    before = here.attributes, here.read, here.replaced, here.watched
+    # What modules around this one keep may be read in here, too.
+    here.attributes = {**here.attributes, **{key: (*here.attributes.get(key, ()), at) for key, at in own.items()}}
+    here.read = []
+    here.replaced = {**here.replaced, **{id(p): name for name, p in module.named_parameters() if name in trained}}
+    here.watched = here.watched | {id(part) for part in module.modules()}
     try:
-        paths = {attribute.path for attribute in here.attributes.values()}
+        paths = {attribute.path for attribute in own.values()}
         with _noted_calls(module, paths | {""} if paths else paths, calls):
             yield
-        for attribute in here.read:
-            if attribute.buffer and _is_written(buffers[attribute.buffer]):
-                raise another_way(attribute.buffer)
-        for attribute in dict.fromkeys(here.read):
-            _refuse_refilled(module, attribute, calls, {name for name in params if is_traced(params[name])})
-        for path in dict.fromkeys(attribute.path for attribute in here.read):
-            _refuse_stand_ins(module, path, [attribute for attribute in here.read if attribute.path == path], params)
+        _refuse_what_was_read(module, [x for x in here.read if own.get(id(x.tensor)) is x], calls, params, buffers)
     finally:
-        here.attributes, here.read, here.replaced = before
+        before[1].extend(here.read)
+        here.attributes, here.read, here.replaced, here.watched = before
+
+
+def _attributes(module: nn.Module, known: Known | None, buffers: Mapping[str, Tensor]) -> dict[int, Attribute]:
+    """By the tensor's id: what a module and its submodules keep in plain attributes."""
+    own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
+    found = {}
+    for path, name, tensor in _plain_tensors(module, None if known is None else buffers):
+        known_now = known is None
+        if known is not None:
+            earlier = known.get(id(tensor))
+            known_now = earlier is not None and earlier() is tensor
+        found[id(tensor)] = Attribute(path, name, tensor, known_now, own_buffers.get(id(tensor), ""))
+    kept_by_torch = compat.parametrized_weights()
+    if kept_by_torch:
+        paths = {id(part): path for path, part in module.named_modules()}
+        for (part, name), tensor in kept_by_torch.items():
+            if part in paths:
+                found[id(tensor)] = Attribute(paths[part], name, tensor, known=False)
+    return found
+
+
+def _refuse_what_was_read(
+    module: nn.Module,
+    read: list[Attribute],
+    calls: Mapping[str, Call],
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Raise where one of these attributes is no table."""
+    for attribute in read:
+        if attribute.buffer and _is_written(buffers[attribute.buffer]):
+            raise another_way(attribute.buffer)
+    trained = {name for name in params if is_traced(params[name])}
+    if trained and torch.is_grad_enabled():
+        _refuse_computed_buffers(module, buffers)
+    here = active_stacks()
+    for attribute in dict.fromkeys(read):
+        question = attribute.path, id(attribute.tensor), frozenset(trained)
+        if here is not None and question not in here.asked:
+            _refuse_refilled(module, attribute, calls, trained)
+            here.asked.add(question)
+    for path in dict.fromkeys(attribute.path for attribute in read):
+        _refuse_stand_ins(module, path, [attribute for attribute in read if attribute.path == path], params)
+
+
+def _refuse_computed_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Raise where a buffer that is read has a gradient's history, which its value alone has not."""
+    for name, own in module.named_buffers():
+        if own.grad_fn is not None and name in buffers and _is_read(buffers[name]):
+            raise TraceError(
+                f"the step reads the buffer {name!r} of a module, which was computed, by "
+                f"{own.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a buffer it has "
+                "none. Try: compute it in the module's forward, or register it with .detach() if it is a constant"
+            )
+
+
+# ---- modules that are called by nobody's `apply` ----
+#
+# Problem: a step may call a module with other weights by `torch.func.functional_call`, or as it is. Idea: every call of
+# a module is seen while a trace runs, and at that time the weights are in their places. The outermost one is watched,
+# its submodules with it.
+#
+#     functional_call(module, params, (x,))     ->     watch_attributes(module, None, what it holds now, {})
+
+
+@attrs.define(eq=False)
+class _Opened:
+    """A watch over a module that runs, `depth` times inside of itself."""
+
+    module: nn.Module
+    calls: dict[str, Call]
+    watch: AbstractContextManager[None]
+    depth: int = 1
+
+
+@contextmanager
+def watch_called(here: Whereabouts) -> Iterator[None]:
+    """Inside, what modules keep in attributes is watched, whoever calls them."""
+    opened: list[_Opened] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if active_stacks() is not here:
+            return
+        if opened and opened[-1].module is module:
+            opened[-1].depth += 1
+        elif id(module) not in here.watched:
+            calls: dict[str, Call] = {}
+            watch = watch_attributes(module, None, dict(module.named_parameters()), {}, calls)
+            opened.append(_Opened(module, calls, watch))
+            watch.__enter__()
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if active_stacks() is not here or not opened or opened[-1].module is not module:
+            return
+        opened[-1].depth -= 1
+        if opened[-1].depth:
+            return
+        last = opened.pop()
+        last.calls.setdefault("", (args, kwargs))
+        # A forward that fails has no result.
+        last.watch.__exit__(*(sys.exc_info() if out is None else (None, None, None)))
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -162,8 +285,16 @@ def _is_read(tensor: Tensor) -> bool:
     return cell is None or any(cell.vid in node.refs for node in cell.storage.owner.nodes)
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(path of the module, attribute, tensor); also what containers and helper objects hold that are attributes."""
+def _plain_tensors(module: nn.Module, buffers: Collection[str] | None = None) -> Iterator[tuple[str, str, Tensor]]:
+    """(path of the module, attribute, tensor); also what containers and helper objects hold that are attributes.
+
+    `buffers`: those that the module had when it was taken apart. What was registered since then is an attribute.
+    """
+    if buffers is not None:
+        for name, tensor in module.named_buffers():
+            if name not in buffers:
+                path, _, attribute = name.rpartition(".")
+                yield path, attribute, tensor
     for path, part in module.named_modules():
         for name, value in plain_attributes(part):
             for tensor in reached(value):
@@ -206,7 +337,7 @@ def maker_of(
     forward; `trained`: the names of those of its parameters that are.
     """
     for empty in _ways_to_empty(holder, name, tensor):
-        with _put_back(kept_attributes(called)):
+        with _put_back(called, holder, name):
             empty()
             found = _filled_in(called, call, trained, holder, name)
         if found is not None:
@@ -229,7 +360,7 @@ def _filled_in(
             # A forward that cannot do without the attribute does not fill it in. One that fails later (where it draws
             # random numbers: the modes of the trace are off) has done so.
             rec.raised = None
-    made = [x for x in reached(vars(holder).get(name)) if isinstance(x, compat.FakeTensor)]
+    made = [x for x in reached(attribute_of(holder, name)) if isinstance(x, compat.FakeTensor)]
     names = {rec.cell(p).vid: key for key, p in parameters.items() if key in trained}
     return [_maker(rec, rec.cell(x).vid, names) for x in made if x.requires_grad] if made else None
 
@@ -258,35 +389,45 @@ def _ways_to_empty(holder: nn.Module, name: str, tensor: Tensor) -> Iterator[Cal
     """Ways to take a tensor out of an attribute, the smallest first: what a module takes for "not filled yet" is its
     own.
     """
-    value = vars(holder)[name]
+    value = attribute_of(holder, name)
+    registered = vars(holder)["_buffers"] if name in vars(holder).get("_buffers", {}) else None
 
     def take_out() -> None:
         for container in reached(value):
             if isinstance(container, dict):
                 for key in [key for key, item in container.items() if item is tensor]:
                     del container[key]
-            elif isinstance(container, list):
-                container[:] = [item for item in container if item is not tensor]
+            elif isinstance(container, (list, deque)):
+                refill(container, [item for item in container if item is not tensor])
+            elif isinstance(container, functools._lru_cache_wrapper):
+                container.cache_clear()
 
     def replace(new: Any) -> Callable[[], None]:
         return lambda: vars(holder).__setitem__(name, new)
 
+    if registered is not None:
+        yield lambda: registered.__setitem__(name, None)
+        yield lambda: registered.__delitem__(name)
+        return
     if value is not tensor:
         yield take_out
     if isinstance(value, (dict, list)):
         yield replace(type(value)())
     yield replace(None)
-    yield lambda: vars(holder).pop(name)
+    yield lambda: vars(holder).pop(name, None)
 
 
 @contextmanager
-def _put_back(kept: list[ContainerBefore]) -> Iterator[None]:
+def _put_back(called: nn.Module, holder: nn.Module, name: str) -> Iterator[None]:
+    """What a call changes in attributes of modules is put back; a cache of a function is emptied."""
+    kept, registered = kept_attributes(called), holder._buffers
+    if name in registered:
+        kept.append(ContainerBefore(holder, None, registered, dict(registered)))
+    caches = [x for x in reached(attribute_of(holder, name)) if isinstance(x, functools._lru_cache_wrapper)]
     try:
         yield
     finally:
         for part in kept:
-            if isinstance(part.container, list):
-                part.container[:] = part.before
-            else:
-                part.container.clear()
-                part.container.update(part.before)
+            refill(part.container, part.before)
+        for cache in caches:
+            cache.cache_clear()

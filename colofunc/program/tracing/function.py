@@ -68,6 +68,8 @@ class TraceFunctions(TorchFunctionMode):
             self._name_gradients()
         elif func == _DATA:
             self._set_data(args[0], args[1])
+        elif func is compat.set_gradients:
+            self.rec.where.gradients = args[0]
         return out
 
     def _mark(self, tensors: Any) -> None:

@@ -11,6 +11,7 @@ takes path and line from the forward operator with the same autograd sequence nu
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from colofunc.program.ir import PHASES
 from colofunc.program.tracing.module_tensors import ContainerBefore
 
 _HERE = os.path.dirname(os.path.abspath(compat.__file__)) + os.sep
+_TRACE = os.path.join(_HERE, "program", "tracing", "trace.py")
 _COMMAND_LINE = os.path.join(_HERE, "cli.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join("torch", "distributions") + os.sep
@@ -60,13 +62,18 @@ class Whereabouts:
     def __init__(self) -> None:
         self.phases: list[str] = ["forward"]
         self.paths: list[str] = [""]
+        self.gradients = True  # the grad mode that the step has set, whatever torch does inside of autograd Functions
         self.frozen: dict[int, str] = {}  # id of a tensor that is captured as a frozen weight -> its name
         self.marks: dict[str, str] = {}  # name of an input leaf -> its role, as somebody said (see `roles`)
-        self.attributes: dict[int, Attribute] = {}  # id of a tensor in a plain attribute of a module -> where it is
+        # id of a tensor in plain attributes of modules -> where it is, of the innermost module that is watched last
+        self.attributes: dict[int, tuple[Attribute, ...]] = {}
         self.read: list[Attribute] = []  # of these, what was read
         self.replaced: dict[
             int, str
         ] = {}  # id of a module's own parameter, for which the step passes another -> its name
+        self.watched: frozenset[int] = frozenset()  # ids of modules whose attributes are watched
+        # (module, id of a tensor in an attribute of it, what is trained): whether it is filled in again has been asked
+        self.asked: set[tuple[str, int, frozenset[str]]] = set()
         self.kept: list[ContainerBefore] = []  # what plain attributes of modules held before their first forward
         self.modules: dict[int, ref[torch.nn.Module]] = {}  # by id: what was called (see `used`)
         self.models: dict[int, ref[Any]] = {}  # by id: models that were called, with their frozen weights
@@ -167,7 +174,10 @@ _IS_USER: dict[str, bool] = {}
 
 
 def _is_user(code: CodeType) -> bool:
-    name = code.co_filename  # to hash a code object takes longer
+    return _is_user_file(code.co_filename)  # to hash a code object takes longer
+
+
+def _is_user_file(name: str) -> bool:
     known = _IS_USER.get(name)
     if known is None:
         inside = name.startswith((_HERE, _TORCH)) or (name.startswith(_STDLIB) and "site-packages" not in name)
@@ -189,6 +199,50 @@ def user_line() -> str:
     """`file.py:12 in f` of that frame; "" if there is none."""
     frame = user_frame()
     return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def variable_of(tensor: torch.Tensor) -> str:
+    """What the step calls a tensor, `W` or `weights['a']`, in its outermost frame that knows it; "" in none."""
+    found = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _TRACE:
+        if _is_user(frame.f_code):
+            read = set(frame.f_code.co_names)
+            names = {**{k: v for k, v in frame.f_globals.items() if k in read}, **frame.f_locals}
+            found = _named_among(tensor, names) or found
+        frame = frame.f_back
+    return found
+
+
+def _named_among(tensor: torch.Tensor, names: Mapping[str, Any]) -> str:
+    for name, value in names.items():
+        if value is tensor:
+            return name
+    for name, value in names.items():
+        items: Any = ()
+        if type(value) is dict:
+            items = value.items()
+        elif type(value) in (list, tuple):
+            items = enumerate(value)
+        for key, item in items:
+            if item is tensor:
+                return f"{name}[{key!r}]"
+    return ""
+
+
+_STACK_ENTRY = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+def maker_line(tensor: torch.Tensor) -> str:
+    """The line that computed a tensor, where torch has kept it (`torch.autograd.set_detect_anomaly`); else ""."""
+    # A dict, which torch's stubs call a method.
+    kept: Any = {} if tensor.grad_fn is None else tensor.grad_fn.metadata
+    stack: list[str] = kept.get("traceback_", [])
+    for entry in reversed(stack):
+        at = _STACK_ENTRY.search(entry)
+        if at is not None and _is_user_file(at[1]):
+            return _line(at[1], int(at[2]), at[3])
+    return ""
 
 
 def raised_line(error: BaseException) -> str:

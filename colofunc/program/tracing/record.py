@@ -188,11 +188,10 @@ class Recorder(compat.TorchDispatchMode):
     def capture(self, tensor: torch.Tensor) -> Cell:
         """The cell of a real tensor that is no input: it becomes a constant of the program (see also `lift`)."""
         found = self.captured.get(id(tensor))
+        name = self.where.frozen.get(id(tensor))
+        refuse_computed(tensor, name)
         if found is None:
-            name = self.where.frozen.get(id(tensor))
             role = "constant" if name is None else "frozen"
-            if name is None:
-                refuse_computed(tensor)
             # Classes that only say what torch functions do have been asked before an operator comes here.
             dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
             if dispatches or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:

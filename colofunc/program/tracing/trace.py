@@ -28,6 +28,8 @@ from colofunc.errors import ColofuncError, InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
+from colofunc.program.tracing.attributes import watch_called
+from colofunc.program.tracing.captured import placed_are_no_constants
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
@@ -106,12 +108,11 @@ def trace(
         role = "" if role_of is None else role_of(leaf)
         if role:
             carried[name] = role
-    parameters = {
-        name for name, leaf in zip(tree.names(), leaves, strict=True) if isinstance(leaf, torch.nn.Parameter)
-    }
+    parameters = {name for name, leaf in zip(tree.names(), leaves, strict=True) if isinstance(leaf, torch.nn.Parameter)}
     values, knows_no_weights = _with_roles(rec, tree, out_tree, out_ids, differentiated, carried, parameters)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
+    program = placed_are_no_constants(program, captured)
     modules, models = noted(rec.where)
     return Traced(
         program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, knows_no_weights
@@ -134,7 +135,7 @@ def _observe(
     host_state = _host_random_state()
     leaves_with_grad = [(fake, name) for fake, name in zip(fakes, tree.names(), strict=True) if fake.requires_grad]
     functions = TraceFunctions(rec, leaves_with_grad)
-    with noting(rec.where):
+    with noting(rec.where), watch_called(rec.where):
         result = _run(rec, fn, unflatten(tree, fakes), [functions, *canonical.modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
