@@ -173,6 +173,31 @@ def test_a_loss_of_gradients_is_refused_in_words() -> None:
     check(cf.accumulate(cf.shard(step, cf.Mesh(dp=2), zero(1, "dp")), microbatches=2), model.params, batch, steps=2)
 
 
+@pytest.mark.parametrize("asked", ["(pp b) o", "b (pp o)", "(b pp) o"])
+@pytest.mark.parametrize("way", ["whole", "zero1"])
+def test_results_of_microbatches_are_not_split_over_the_stages(way: str, asked: str) -> None:
+    """A value is at one stage in the loop. At another stage, and in a step without a loop, results lie as they are asked to."""
+    torch.manual_seed(0)
+    mesh, plugins = WAYS[way]
+
+    def step(params, batch):
+        hidden = torch.tanh(torch.tanh(batch @ params["up"]) @ params["across"])
+        return hidden, hidden @ params["down"]
+
+    def piped(out_specs: Any, microbatches: int = 2) -> Any:
+        return cf.pipeline(cf.shard(step, mesh, *plugins, out_specs=out_specs), microbatches=microbatches)
+
+    params, batch = descent()[1], torch.randn(ROWS, 8, dtype=D)
+    says = r"out_specs: a result \(test_pipeline_by_hand.* in step\) is to be split along axis 'pp' .*; use another axis"
+    for specs in ((asked, None), (None, asked)):
+        with pytest.raises(PlanError, match=says):
+            piped(specs).lower(params, batch)
+        check(piped(specs, microbatches=1), params, batch)
+    elsewhere = piped((None, "b o @pp=0"))
+    check(elsewhere, params, batch)
+    assert elsewhere(params, batch)[1].sharding.at == ("pp", (0,))
+
+
 def test_a_second_forward_pass_with_other_weights_is_refused_in_words() -> None:
     """Sharpness-aware minimisation: weights of the second pass are made of gradients of all stages."""
     torch.manual_seed(0)

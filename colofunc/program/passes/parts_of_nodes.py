@@ -69,6 +69,9 @@ class PartsOfNodes:
         return self.everywhere if node.on is None else node.on[1]
 
     def _place(self, index: int, node: Node) -> None:
+        layouts = [self.body.values[out].layout for out in node.results]
+        if any(layout is not None and layout.lies_along(self.timetable.along) for layout in layouts):
+            raise split_along_stages(self.body, node, self.timetable.along)
         if not self.of_weights.isdisjoint(node.refs):
             self.of_weights.update(node.results)
         if node.target == SEND:
@@ -152,6 +155,8 @@ class PartsOfNodes:
         follow, as where a gradient is part of a loss.
         """
         node = self.body.nodes[index]
+        if not node.line:  # what brings a result to where it is wanted has none
+            return split_along_stages(self.body, node, self.timetable.along)
         where = f" in {node.path!r}" if node.path else ""
         line = f" ({node.line})" if node.line else ""
         name = node.target.removeprefix("aten.").removeprefix("colofunc.")
@@ -190,3 +195,19 @@ class PartsOfNodes:
                 if both:
                     reached[ref] = next(iter(both)) if len(both) == 1 else ELSEWHERE
         return weight_gradients
+
+
+def split_along_stages(body: Program, node: Node, along: str) -> PlanError:
+    """The error of a result of the microbatches that is to be split over the stages: in the loop a value is at one.
+
+    node: what brings it there.
+    """
+    maker = node
+    while not maker.line and maker.refs and maker.refs[0] in body.makers:
+        maker = body.makers[maker.refs[0]]
+    line = f" ({maker.line})" if maker.line else ""
+    way = f" ({node.note})" if node.note else ""
+    return PlanError(
+        f"out_specs: a result{line} is to be split along axis {along!r}{way}, over which its microbatches go through "
+        "stages; use another axis, or leave it at its stage and redistribute what the step returns"
+    )
