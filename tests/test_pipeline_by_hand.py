@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from colofunc_plugins import tensor, zero
+from pipelined import loop_of
 from torch import nn
 
 import colofunc as cf
@@ -68,6 +70,132 @@ def test_updates_by_hand_are_no_stage(make: Callable[[], Any], schedule: str) ->
     loop = max((node.loop for node in low.program.nodes if node.loop is not None), key=lambda loop: len(loop.body.nodes))
     products = [node.on for node in loop.body.nodes if node.target in ("colofunc.linear", "aten.mm.default")]
     assert {("pp", (0,)), ("pp", (1,))} <= set(products)  # each stage multiplies
+
+
+WAYS = {
+    "whole": (cf.Mesh(pp=2), ()),
+    "replicas": (cf.Mesh(pp=2, dp=2), ()),
+    "zero1": (cf.Mesh(pp=2, dp=2), (zero(1, "dp"),)),
+    "zero2": (cf.Mesh(pp=2, dp=2), (zero(2, "dp"),)),
+    "zero3": (cf.Mesh(pp=2, dp=2), (zero(3, "dp"),)),
+    "tensor": (cf.Mesh(pp=2, tp=2), (tensor("1d", "tp"),)),
+    "zero3 and tensor": (cf.Mesh(pp=2, dp=2, tp=2), (zero(3, "dp"), tensor("1d", "tp"))),
+}
+
+
+def of_dictionary(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(torch.tanh(batch @ params["up"]) @ params["across"])
+    return (hidden @ params["down"]).square().mean()
+
+
+def descent() -> tuple[Callable[..., Any], Any]:
+    """Of a dictionary of weights."""
+
+    def step(params, batch):
+        loss, grads = cf.value_and_grad(of_dictionary)(params, batch)
+        return {name: value - 0.1 * grads[name] for name, value in params.items()}, loss
+
+    shapes = {"up": (8, 16), "across": (16, 16), "down": (16, 8)}
+    return step, {name: 0.3 * torch.randn(shape, dtype=D) for name, shape in shapes.items()}
+
+
+def clipped_momentum() -> tuple[Callable[..., Any], Any]:
+    """Of a module, its gradients clipped by their joint norm."""
+    model = cf.functional(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)).to(D))
+
+    def step(state, batch):
+        def loss_fn(params):
+            return model.apply(params, model.buffers, batch)[0].square().mean()
+
+        loss, grads = cf.value_and_grad(loss_fn)(state["params"])
+        norm = sum(value.square().sum() for value in grads.values()).sqrt()
+        factor = torch.clamp(0.05 / (norm + 1e-6), max=1.0)
+        speed = {name: 0.9 * value + factor * grads[name] for name, value in state["speed"].items()}
+        params = {name: value - 0.1 * speed[name] for name, value in state["params"].items()}
+        return {"params": params, "speed": speed}, (loss, norm)
+
+    return step, {"params": model.params, "speed": {name: torch.zeros_like(value) for name, value in model.params.items()}}
+
+
+def of_joined_gradients() -> tuple[Callable[..., Any], Any]:
+    """Of signs of gradients, and what all of them are in one vector; views of them, turned and joined, are no part of the forward pass."""
+
+    def step(params, batch):
+        loss, grads = cf.value_and_grad(of_dictionary)(params, batch)
+        joined = torch.cat([value.mT.flatten() for value in grads.values()])
+        return {name: value - 0.01 * grads[name].sign() for name, value in params.items()}, (loss, joined.norm())
+
+    return step, descent()[1]
+
+
+@pytest.mark.parametrize("make", [descent, clipped_momentum, of_joined_gradients])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_by_hand_are_those_of_one_device(way: str, schedule: str, make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    step, state = make()
+    mesh, plugins = WAYS[way]
+    staged = cf.pipeline(cf.shard(step, mesh, *plugins), microbatches=4, schedule=schedule)
+    check(staged, state, torch.randn(ROWS, 8, dtype=D), steps=2)
+
+
+def test_what_brings_a_gradient_to_its_shards_is_of_the_weight_gradients() -> None:
+    """It has the phase of its reader, an update by hand, and reads what backward makes."""
+    torch.manual_seed(0)
+    step, state = descent()
+    staged = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), zero(1, "dp")), microbatches=4, schedule="zb-h1")
+    loop = loop_of(staged.lower(state, torch.randn(ROWS, 8, dtype=D)).program)
+    assert loop.timetable is not None
+    kinds = dict[str, set[str]]()
+    for (_, kind), (begin, end) in zip(loop.timetable.parts, loop.timetable.spans(), strict=True):
+        for node in loop.body.nodes[begin:end]:
+            kinds.setdefault(node.target, set()).add(kind)
+    assert kinds["colofunc.rearrange"] == {"W"}
+
+
+def test_a_loss_of_gradients_is_refused_in_words() -> None:
+    """The hint says nothing of stages where none were given, and what it says to try works."""
+    torch.manual_seed(0)
+    model = cf.functional(nn.Sequential(net(8, 16), nn.Tanh(), net(16, 1)))
+
+    def step(state, batch):
+        def loss_fn(params):
+            slopes = torch.func.grad(lambda rows: model.apply(params, model.buffers, rows)[0].sum())(batch)
+            return (slopes.norm(dim=1) - 1).square().mean()
+
+        loss, grads = cf.value_and_grad(loss_fn)(state)
+        return {name: value - 0.1 * grads[name] for name, value in state.items()}, loss
+
+    batch = torch.randn(ROWS, 8, dtype=D)
+    says = r"needs what the backward pass of an earlier stage makes: .* a loss of gradients .* does not\. Try: cf\.accumulate and zero"
+    with pytest.raises(PlanError, match=says):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(model.params, batch)
+    check(cf.accumulate(cf.shard(step, cf.Mesh(dp=2), zero(1, "dp")), microbatches=2), model.params, batch, steps=2)
+
+
+@pytest.mark.parametrize("asked", ["(pp b) o", "b (pp o)", "(b pp) o"])
+@pytest.mark.parametrize("way", ["whole", "zero1"])
+def test_results_of_microbatches_are_not_split_over_the_stages(way: str, asked: str) -> None:
+    """A value is at one stage in the loop. At another stage, and in a step without a loop, results lie as they are asked to."""
+    torch.manual_seed(0)
+    mesh, plugins = WAYS[way]
+
+    def step(params, batch):
+        hidden = torch.tanh(torch.tanh(batch @ params["up"]) @ params["across"])
+        return hidden, hidden @ params["down"]
+
+    def piped(out_specs: Any, microbatches: int = 2) -> Any:
+        return cf.pipeline(cf.shard(step, mesh, *plugins, out_specs=out_specs), microbatches=microbatches)
+
+    params, batch = descent()[1], torch.randn(ROWS, 8, dtype=D)
+    says = r"out_specs: a result \(test_pipeline_by_hand.* in step\) is to be split along axis 'pp' .*; use another axis"
+    for specs in ((asked, None), (None, asked)):
+        with pytest.raises(PlanError, match=says):
+            piped(specs).lower(params, batch)
+        check(piped(specs, microbatches=1), params, batch)
+    elsewhere = piped((None, "b o @pp=0"))
+    check(elsewhere, params, batch)
+    assert elsewhere(params, batch)[1].sharding.at == ("pp", (0,))
 
 
 def test_a_second_forward_pass_with_other_weights_is_refused_in_words() -> None:

@@ -129,6 +129,58 @@ def test_eager_operators_run_where_their_operands_are() -> None:
     assert torch.equal(apart.full(), x @ y)
 
 
+JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "product": lambda a, b: a @ b.mT,
+    "stack": lambda a, b: torch.stack([a, b]),
+    "cat": lambda a, b: torch.cat([a, b]),
+    "add_": lambda a, b: a.clone().add_(b),
+    "copy_": lambda a, b: a.clone().copy_(b),
+    "where": lambda a, b: torch.where(a > 0, a, b),
+}
+ALONG = ("(pp a) b", "a (pp b)", "(dp pp a) b", "(a pp) (dp b)", "(pp a~) b")
+
+
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("along", ALONG)
+def test_eager_operators_join_what_is_at_an_index_and_what_is_split_along_its_axis(along: str, name: str) -> None:
+    rows = 7 if "~" in along else 8
+    x, y = torch.randn(rows, 4, dtype=torch.float64), torch.randn(rows, 4, dtype=torch.float64)
+    for place in ("a b @pp=1", "a (dp b) @pp=0"):
+        a, b = cf.distribute(x, place, MESH), cf.distribute(y, along, MESH)
+        made, turned = JOINED[name](a, b), JOINED[name](b, a)
+        torch.testing.assert_close(made.full(), JOINED[name](x, y))
+        torch.testing.assert_close(turned.full(), JOINED[name](y, x))
+        if name.endswith("_"):  # what is written to stays where it is
+            assert (made.sharding, turned.sharding) == (a.clone().sharding, b.clone().sharding)
+        else:
+            assert made.sharding.at == turned.sharding.at == a.sharding.at
+
+
+def test_a_pending_sum_over_the_axis_of_a_place_is_added_up_first() -> None:
+    x = torch.randn(8, 4, dtype=torch.float64)
+    pending = cf.distribute(x, "a (pp b)", MESH) @ cf.distribute(x.mT.contiguous(), "(pp a) b", MESH)
+    pending = pending.redistribute("a b +pp") if not pending.sharding.pending else pending
+    made = pending + cf.distribute(torch.ones(8, 8, dtype=torch.float64), "a b @pp=1", MESH)
+    torch.testing.assert_close(made.full(), x @ x.mT + 1)
+
+
+# ---- results ----
+
+
+@pytest.mark.parametrize("asked", [*ALONG, "a b @pp=0", "a b @pp=1", "(dp a) b @pp=0", "a b @dp=1"])
+@pytest.mark.parametrize("weight", ["i o @pp=1", "i (dp o) @pp=0"])
+def test_a_result_lies_as_it_is_asked_to(weight: str, asked: str) -> None:
+    """Split along the axis of its place, or at another index, wherever it is computed."""
+    step = cf.shard(lambda w, x: x @ w, MESH, in_specs=(weight, "b i @pp=0"), out_specs=asked)
+    w, x = torch.randn(6, 4, dtype=torch.float64), torch.randn(7 if "~" in asked else 8, 6, dtype=torch.float64)
+    low = step.lower(w, x)
+    check_program(low.program, MESH)
+    found, compared = step(w, x), step.compare(w, x)
+    assert found.sharding is cf.distribute(x @ w, asked, MESH).sharding
+    assert torch.equal(found.full(), x @ w) and compared.equal
+
+
 # ---- steps ----
 
 CHAINS: dict[str, Callable[[Any], Any]] = {
@@ -384,6 +436,26 @@ def test_two_real_ranks_compute_what_one_device_does() -> None:
         for mine in found.values():
             for name, x in state["params"].items():
                 torch.testing.assert_close(mine[name], x, rtol=1e-10, atol=1e-10)
+
+
+def split_results() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    mesh, w, x = cf.Mesh(pp=2), torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    found = {}
+    for asked in ("(pp a) b", "a (pp b)", "a b @pp=0"):
+        made = cf.shard(lambda w, x: x @ w, mesh, in_specs=("i o @pp=1", "b i @pp=0"), out_specs=asked)(w, x)
+        found[asked] = made.full() - x @ w
+    at, along = cf.distribute(x, "a b @pp=1", mesh), cf.distribute(x, "(pp a) b", mesh)
+    found["eager"] = (at + along).full() - 2 * x
+    found["in place"] = along.clone().add_(at).full() - 2 * x
+    return found
+
+
+@pytest.mark.dist
+def test_two_real_ranks_split_what_one_of_them_has() -> None:
+    for found in launch(split_results, 2):
+        for difference in found.values():
+            torch.testing.assert_close(difference, torch.zeros_like(difference))
 
 
 def test_a_weight_that_is_everywhere_is_read_in_every_phase_though_it_is_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:

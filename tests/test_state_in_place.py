@@ -97,6 +97,42 @@ def test_a_cache_is_written_where_it_lies(how: str, on: str) -> None:
     check(step, empty(), x, steps=3)
 
 
+IN_PLACE: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "index_copy_": lambda c, x, p: c.index_copy_(2, p, x),
+    "rows": lambda c, x, p: c[:, :, 3:4].copy_(x),
+    "assignment": lambda c, x, p: c.__setitem__((slice(None), slice(None), slice(3, 4)), x),
+    "assignment by index": lambda c, x, p: c.__setitem__((slice(None), slice(None), p), x),
+    "add_": lambda c, x, p: c.add_(x),
+    "mul_": lambda c, x, p: c.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_what_the_error_of_a_write_to_an_argument_says_is_so(how: str) -> None:
+    """The argument itself is not written to, a clone of it is; it is a second cache only where the first one is kept."""
+
+    def step_of(of: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+        def step(state: dict[str, Tensor], x: Tensor) -> Any:
+            cache = of(state["k"])
+            IN_PLACE[how](cache, x, state["at"])
+            return {"k": cache, "at": state["at"] + 1}, cache.sum(2)
+
+        return step
+
+    state, x = {"k": torch.ones(2, 4, SLOTS, 8, dtype=D), "at": torch.tensor([3])}, torch.randn(2, 4, 1, 8, dtype=D)
+    says = r"'state.k' at test_state_in_place.*; write to a .clone\(\) of it.* donated, .*: no copy is made"
+    with pytest.raises(cf.TraceError, match=says):
+        cf.shard(step_of(lambda cache: cache), cf.Mesh(dp=2)).lower(state, x)
+    caches = dict[tuple[int, ...], int]()
+    for donate in ((0,), ()):
+        staged_step = cf.shard(step_of(Tensor.clone), cf.Mesh(dp=2), in_specs=({"k": "(dp b) ...", "at": "a"}, "(dp b) ..."), donate=donate)
+        check(staged_step, state, x)
+        low = staged_step.lower(state, x)
+        cache_bytes = low.program.values[low.program.inputs[0]].nbytes
+        caches[donate] = low.memory().peak_bytes["device"] // cache_bytes
+    assert caches == {(0,): 1, (): 2}
+
+
 def test_steps_that_must_not_write_over_what_they_read() -> None:
     """Whoever reads the old value behind the new one, or gives it back, gets the old one."""
 

@@ -63,7 +63,8 @@ def test_write_to_an_input() -> None:
         return state
 
     with pytest.raises(
-        TraceError, match=r"in place to its input 'state.w' at test_trace_refused.py:\d+ in step.*return the new value"
+        TraceError,
+        match=r"in place to its input 'state.w' at test_trace_refused.py:\d+ in step; write to a .clone\(\) of it.*return the new value",
     ):
         trace(step, ({"w": torch.ones(2)},))
 

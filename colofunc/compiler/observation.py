@@ -34,7 +34,7 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lazy import make
 from colofunc.program.lower import lower
 from colofunc.program.places import has_places
-from colofunc.program.placing import placing_of
+from colofunc.program.placing import placing_of, with_outputs
 from colofunc.program.text import target_text
 from colofunc.program.tracing.trace import record_local
 
@@ -82,7 +82,8 @@ def _lowered_again(low: Lowered) -> PlainProgram:
     whole = low.global_program
     ins = dict(zip(whole.inputs, low.input_layouts, strict=True))
     at = {position: layout.at for position, layout in enumerate(low.input_layouts) if layout.at is not None}
-    placing = placing_of(whole, at, low.mesh)
+    ends = {position: layout.at for position, layout in enumerate(low.output_layouts) if layout.at is not None}
+    placing = with_outputs(placing_of(whole, at, low.mesh), whole, ends)
     local = lower(whole, low.choices, ins, low.output_layouts, low.mesh, record_local, placing=placing)
     owners = {id: value.of for id, value in local.values.items() if value.of is not None}
     # No hooks `rewrite_local`: sums that they send narrow would differ from one device, and are no fault.

@@ -56,7 +56,7 @@ from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.places import has_places
-from colofunc.program.placing import placing_of
+from colofunc.program.placing import placing_of, with_outputs
 from colofunc.program.timed import Timed
 
 Outcome = tuple[Decisions, Program]
@@ -213,11 +213,13 @@ def planning_of(
     program = candidates.program = attrs.evolve(program, aliases=aliases_kept(program, constraints))
 
     # Values that exist at one coordinate of an axis only leave nothing to be decided on it.
+    ends = {position: layout.at for position, layout in constraints.outputs.items() if layout.at is not None}
     constraints = without_places(constraints, program, priced)
     placing = placing_of(program, constraints.at, priced, constraints.stages)
     if placing is not None:
         places = {position: at for position, at in enumerate(placing.inputs) if at is not None}
         constraints = attrs.evolve(constraints, at=places)
+    placing = with_outputs(placing, program, ends)
     axes = priced.axis_names if sharding.auto else wished_axes(priced, constraints, named)
     staged_axes = {axis for axis, _ in constraints.at.values()}
     if staged_axes:  # plans offer layouts over all axes of the mesh, and know nothing of where values are placed

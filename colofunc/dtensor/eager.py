@@ -227,8 +227,11 @@ def functional(func: Any) -> Any:
 def _lowered(func: Any, arguments: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh, kernel: Any) -> _Eager:
     """`kernel`: a part of the cache's key, because an operator of `cf.operator` can be defined again."""
     program, call, out_tree = _program_of_one(func, arguments.leaves, tree)
-    choice = _choose(call, func, tuple(layout.with_at(None) for layout in layouts), mesh)
     given = {position: layout.at for position, layout in enumerate(layouts) if layout.at is not None}
+    everywhere = [layout.with_at(None) for layout in layouts]
+    for axis, _ in given.values():  # an operator that runs at some indices of an axis has whole operands there
+        everywhere = [layout.whole_along(axis) for layout in everywhere]
+    choice = _choose(call, func, tuple(everywhere), mesh)
     placing = placing_of(program, given, mesh)
     at = None
     if placing is not None:  # results, scalars too, stay where the operator runs

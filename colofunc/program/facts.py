@@ -344,6 +344,21 @@ def _product(dim: list[str], sizes: Mapping[str, int]) -> int:
 
 
 @computed_once
+def behind_forward(program: Program) -> frozenset[int]:
+    """Positions of the nodes of backward passes and updates, and of those that read what such nodes make.
+
+    An update that is written by hand has the phase of the forward pass, as all that is computed outside of a gradient
+    and of an optimizer. So has what lowering puts in front of such a reader, to bring a gradient to where it is wanted.
+    """
+    behind, made = set[int](), set[int]()
+    for index, node in enumerate(program.nodes):
+        if node.phase != "forward" or not made.isdisjoint(node.refs):
+            behind.add(index)
+            made.update(node.results)
+    return frozenset(behind)
+
+
+@computed_once
 def lifetimes(program: Program) -> Mapping[int, int]:
     """Value id -> position of the last node that needs it, as `Program.last_uses`.
 

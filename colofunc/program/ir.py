@@ -164,7 +164,7 @@ class Timetable:
     the stage that they belong to, where a rank has several. `schedule`: the name of what made the table. `parts`: what
     the body consists of, part after part, and `ends[k]`: the position behind the nodes of part k; both are empty until
     `passes.cut` has cut the body. `validate_late`: whether updates behind the loop may run before other stages have
-    said how (`post_validation`).
+    said how (`post_validation`). `by_hand`: whether the user said which parameters a stage has.
     """
 
     along: str
@@ -174,6 +174,7 @@ class Timetable:
     ends: tuple[int, ...] = ()
     schedule: str = ""
     validate_late: bool = False
+    by_hand: bool = False
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """(first position, position behind the last) of the nodes of each part."""

@@ -246,7 +246,8 @@ def lower(
     """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output.
 
     `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `placing`:
-    where inputs, nodes and outputs are; None: everywhere.
+    where inputs, nodes and outputs are; None: everywhere. An output that is split along the axis of its place is on all
+    of its ranks.
     """
     build = Builder(program, mesh, record_local, regather)
     places = placing or placed_everywhere(program)
@@ -257,7 +258,7 @@ def lower(
             build.views.update(dict.fromkeys(node.results, (node, choice)))
         build.run(node, choice, at)
     ends = zip(program.outputs, output_layouts, places.outputs, strict=True)
-    outputs = [build.want(id, layout.with_at(at), None) for id, layout, at in ends]
+    outputs = [build.want(id, layout.where_free(at), None) for id, layout, at in ends]
     for of, copies in build.copies.items():
         build.values.update({id: attrs.evolve(build.values[id], of=of) for id in copies.values()})
     return build.finished(outputs)

@@ -373,6 +373,16 @@ def placed_everywhere(program: Program) -> Placing:
     return Placing((None,) * len(program.inputs), (None,) * len(program.nodes), (None,) * len(program.outputs))
 
 
+def with_outputs(placing: Placing | None, program: Program, ends: Mapping[int, At]) -> Placing | None:
+    """The same with some outputs, by position, at other places: what somebody asks for is sent there. None:
+    everywhere."""
+    if not ends:
+        return placing
+    placing = placing or placed_everywhere(program)
+    outputs = [ends.get(position, at) for position, at in enumerate(placing.outputs)]
+    return attrs.evolve(placing, outputs=tuple(outputs))
+
+
 def is_sent_as_source(program: Program, id: int) -> bool:
     """Whether what a value looks at is sent in its place: it is no larger, and others may read it there too."""
     maker = program.makers.get(id)

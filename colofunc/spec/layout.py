@@ -132,6 +132,22 @@ class Layout:
             return self
         return make_layout(self.dims, self.shape, self.pending, self.tier, self.scheme, at)
 
+    def lies_along(self, axis: str) -> bool:
+        """Whether the parts of ranks differ along an axis."""
+        return axis in self.axes or any(axis == pending for pending, _ in self.pending)
+
+    def where_free(self, at: At | None) -> Layout:
+        """The same split on the ranks `at`; on all ranks where it is split along the axis of `at`."""
+        return self.with_at(None if at is not None and self.lies_along(at[0]) else at)
+
+    def whole_along(self, axis: str) -> Layout:
+        """The layout in which no parts differ along an axis, and all else lies as it does here."""
+        if not self.lies_along(axis):
+            return self
+        pending = tuple((other, how) for other, how in self.pending if other != axis)
+        whole = self.without((axis,)).with_pending(pending)
+        return replicated(self.shape, self.tier) if whole.is_padded else whole
+
     def __repr__(self) -> str:
         return f"Layout({self.text()!r}, shape={self.shape})"
 

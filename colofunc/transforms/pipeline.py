@@ -238,7 +238,15 @@ class _Asked:
         late = self.validate == "next step"
         rule_of = build.registry.rule
         scheduled = Scheduled(
-            self.axis, self.number, schedule, stages, backward, rule_of, there.indices, validate_late=late
+            self.axis,
+            self.number,
+            schedule,
+            stages,
+            backward,
+            rule_of,
+            there.indices,
+            validate_late=late,
+            by_hand=self.stages is not None,
         )
         ways = loops_over(self.number, self.batch, self.mixing, build)
         # the same loop for every timetable

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from colofunc.program.aliases import aliases
+from colofunc.program.facts import behind_forward
 from colofunc.program.ir import Program, computed_once
 
 WEIGHTS = frozenset({"param", "frozen", "buffer"})
@@ -50,12 +51,8 @@ def _forward_pass(program: Program) -> frozenset[int]:
         if any(id in needed for id in node.results):
             found.add(k)
             needed.update(node.refs)
-    of_gradients = set[int]()
-    for k, node in enumerate(program.nodes[: backward[-1]]):
-        if node.phase != "forward" or any(ref in of_gradients for ref in node.refs):
-            of_gradients.update(node.results)
-        else:
-            found.add(k)
+    behind = behind_forward(program)
+    found.update(k for k in range(backward[-1]) if k not in behind)
     return frozenset(found)
 
 

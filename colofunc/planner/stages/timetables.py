@@ -61,7 +61,7 @@ class Scheduled:
     differentiated.
 
     indices: per stage, that of the axis. share: how much a rank may keep in flight, between one microbatch (0) and what
-    the fastest table keeps (1).
+    the fastest table keeps (1). by_hand: whether the user said which parameters a stage has.
     """
 
     axis: str
@@ -73,13 +73,16 @@ class Scheduled:
     indices: Sequence[int]
     share: float = 1.0
     validate_late: bool = False
+    by_hand: bool = False
 
     def timetable(self, program: Program, index: int, mesh: Mesh) -> Timetable:
         """For the loop that is node `index` of one rank's program."""
         ranks = mesh.axis_size(self.axis)
         if not self.schedule.looks_at_costs:
             return self._of(self.schedule.table(ranks, self.microbatches))
-        trip = Timetable(self.axis, one_trip(self.indices, forward_only=not self.backward), self.stages)
+        trip = Timetable(
+            self.axis, one_trip(self.indices, forward_only=not self.backward), self.stages, by_hand=self.by_hand
+        )
         loop = _cut_loop(cut(_with_timetable(program, index, trip)))
         costs = stage_costs(loop, mesh, seconds_on(mesh, self.rule_of))
         fastest = self.schedule.table(ranks, self.microbatches, costs)
@@ -96,7 +99,12 @@ class Scheduled:
 
     def _of(self, table: ActionTable) -> Timetable:
         return Timetable(
-            self.axis, self.ordered(table), self.stages, schedule=self.schedule.name, validate_late=self.validate_late
+            self.axis,
+            self.ordered(table),
+            self.stages,
+            schedule=self.schedule.name,
+            validate_late=self.validate_late,
+            by_hand=self.by_hand,
         )
 
 

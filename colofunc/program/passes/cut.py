@@ -23,7 +23,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Part, Program, Ref, Timetable, map_refs
-from colofunc.program.passes.parts_of_nodes import FORWARD, WEIGHTS, PartsOfNodes
+from colofunc.program.passes.parts_of_nodes import FORWARD, WEIGHTS, PartsOfNodes, split_along_stages
 from colofunc.program.places import SEND
 from colofunc.spec.layout import At
 
@@ -203,6 +203,8 @@ class _Parts:
         if maker.target == SEND:
             return out
         ids = {self.there[out, rank] for rank in self.of_nodes.ranks(maker)}
+        if len(ids) > 1 and not maker.line:
+            raise split_along_stages(self.body, maker, self.along)
         if len(ids) > 1:
             stages = " and ".join(map(str, sorted(self.of_nodes.ranks(maker))))
             raise PlanError(

@@ -2,8 +2,9 @@
 gradient.
 
 It follows from three facts. A node's stage is where it runs (`Node.on`), and where a rank has several stages, the one
-that its operands have come to. Its phase says forward or backward. A backward node is a weight gradient if nothing but
-one accumulator is reached from each of its results: no other stage waits for it, and no other gradient.
+that its operands have come to. It is backward if its phase says so, or if it reads what backward nodes make
+(`facts.behind_forward`). A backward node is a weight gradient if nothing but one accumulator is reached from each of its
+results: no other stage waits for it, and no other gradient.
 
 Note [Floating]. What depends on no weight and on no other stage (masks, positions, a microbatch's rows) runs on all
 ranks and belongs to no part. It is computed in each part that reads it, so that nothing of it is sent or kept. What all
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from colofunc.errors import PlanError
+from colofunc.program.facts import behind_forward
 from colofunc.program.ir import Node, Part, Program, Timetable
 from colofunc.program.places import SEND
 
@@ -44,6 +46,7 @@ class PartsOfNodes:
             self.stages_of[rank].append(stage)
         kinds = {action.kind for row in table.rows for action in row}
         self.splits = INPUTS in kinds or WEIGHTS in kinds
+        self.behind = behind_forward(body)
         self.floating: set[int] = set()
         self.of_weights = self._weights()  # and what is computed of them
         self.part: dict[tuple[int, int], Part] = {}  # (position, rank) -> part
@@ -66,6 +69,9 @@ class PartsOfNodes:
         return self.everywhere if node.on is None else node.on[1]
 
     def _place(self, index: int, node: Node) -> None:
+        layouts = [self.body.values[out].layout for out in node.results]
+        if any(layout is not None and layout.lies_along(self.timetable.along) for layout in layouts):
+            raise split_along_stages(self.body, node, self.timetable.along)
         if not self.of_weights.isdisjoint(node.refs):
             self.of_weights.update(node.results)
         if node.target == SEND:
@@ -113,23 +119,21 @@ class PartsOfNodes:
         before = {ref: self.made[ref, rank] for ref in node.refs if (ref, rank) in self.made}
         owners = [self.owned[ref] for ref in node.refs if ref in self.owned and ref not in self.body.makers]
         owners = [stage for stage in owners if stage in stages]
-        if node.phase != "forward":
-            return self._backward_stage(node, rank, before, owners), self._backward_kind(index)
+        if index in self.behind:
+            return self._backward_stage(index, rank, before, owners), self._backward_kind(index)
         # Forward, a node is in the first stage that is no earlier than those that its operands come from.
-        if any(kind != FORWARD for _, kind in before.values()):
-            raise self._backwards(node, rank)
         least = max((*(stage for stage, _ in before.values()), *owners), default=stages[0])
         for stage in stages:
             if stage >= least:
                 return stage, FORWARD
-        raise self._backwards(node, rank)
+        raise self._backwards(index, rank)
 
     def _backward_kind(self, index: int) -> str:
         if not self.splits:
             return BACKWARD
         return WEIGHTS if index in self.weight_gradients else INPUTS
 
-    def _backward_stage(self, node: Node, rank: int, before: Mapping[int, Part], owners: Sequence[int]) -> int:
+    def _backward_stage(self, index: int, rank: int, before: Mapping[int, Part], owners: Sequence[int]) -> int:
         """The stage of a node behind the forward pass: the last one whose values it reads, but none behind the
         gradients that it reads.
         """
@@ -141,17 +145,32 @@ class PartsOfNodes:
         own = [stage for stage in (*read, *owners) if stage in stages and stage <= most]
         allowed = own or [stage for stage in stages if stage <= most]
         if not allowed:
-            raise self._backwards(node, rank)
+            raise self._backwards(index, rank)
         return max(allowed)
 
-    def _backwards(self, node: Node, rank: int) -> PlanError:
-        """The error of a node that needs what a later stage makes."""
+    def _backwards(self, index: int, rank: int) -> PlanError:
+        """The error of a node that needs what is made behind it: by a later stage, or backward by an earlier one.
+
+        Stages that were found and not given follow the order of the step: then it has no order that a pipeline can
+        follow, as where a gradient is part of a loss.
+        """
+        node = self.body.nodes[index]
+        if not node.line:  # what brings a result to where it is wanted has none
+            return split_along_stages(self.body, node, self.timetable.along)
         where = f" in {node.path!r}" if node.path else ""
         line = f" ({node.line})" if node.line else ""
         name = node.target.removeprefix("aten.").removeprefix("colofunc.")
+        here = f"{name}{where}{line} runs at {self.timetable.along}={rank}"
+        if index not in self.behind and self.timetable.by_hand:
+            return PlanError(
+                f"{here} and needs what a later stage makes: stages have to follow the order in which the step "
+                "computes. Try: stages=None, which follows it, or other globs"
+            )
+        needs = "the backward pass of an earlier stage" if index in self.behind else "a later stage"
         return PlanError(
-            f"{name}{where}{line} runs at {self.timetable.along}={rank} and needs what a later stage makes: stages "
-            "have to follow the order in which the step computes. Try: stages=None, which follows it, or other globs"
+            f"{here} and needs what {needs} makes: in a pipeline a microbatch goes forward through the stages once, and "
+            "backward once. A step that computes a loss of gradients (a penalty, a second pass) does not. Try: "
+            "cf.accumulate and zero(...) in place of cf.pipeline for this step"
         )
 
     def _weight_gradients(self) -> set[int]:
@@ -169,10 +188,26 @@ class PartsOfNodes:
             from_here = {reached[out] for out in node.results if out in reached}
             if node.target == SEND or not node.outs:
                 from_here.add(ELSEWHERE)
-            elif node.phase != "forward" and ELSEWHERE not in from_here:
+            elif index in self.behind and ELSEWHERE not in from_here:
                 weight_gradients.add(index)
             for ref in node.refs:
                 both = from_here | {reached[ref]} if ref in reached else from_here
                 if both:
                     reached[ref] = next(iter(both)) if len(both) == 1 else ELSEWHERE
         return weight_gradients
+
+
+def split_along_stages(body: Program, node: Node, along: str) -> PlanError:
+    """The error of a result of the microbatches that is to be split over the stages: in the loop a value is at one.
+
+    node: what brings it there.
+    """
+    maker = node
+    while not maker.line and maker.refs and maker.refs[0] in body.makers:
+        maker = body.makers[maker.refs[0]]
+    line = f" ({maker.line})" if maker.line else ""
+    way = f" ({node.note})" if node.note else ""
+    return PlanError(
+        f"out_specs: a result{line} is to be split along axis {along!r}{way}, over which its microbatches go through "
+        "stages; use another axis, or leave it at its stage and redistribute what the step returns"
+    )

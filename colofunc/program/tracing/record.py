@@ -266,8 +266,9 @@ class Recorder(compat.TorchDispatchMode):
         line = user_line()
         if storage.kind == "input":
             raise TraceError(
-                f"the step writes in place to its input {storage.name!r} at {line}; compute a new tensor and return "
-                "the new value instead"
+                f"the step writes in place to its input {storage.name!r} at {line}; write to a .clone() of it, or compute "
+                "a new tensor, and return the new value. Where the argument is donated, a clone that is written to by "
+                "index_copy_, x[i:j] = ..., add_ and the like is the argument's memory: no copy is made"
             )
         raise TraceError(
             f"the step writes in place to a tensor that it captured from outside at {line}; "

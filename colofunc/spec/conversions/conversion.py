@@ -147,15 +147,10 @@ def _on_all_ranks(src: Layout, dst: Layout) -> Layout | None:
     """
     if src.at is not None:
         other = dst.at is not None and dst.at[0] != src.at[0]
-        return src.with_at(None) if other or _uses(dst, src.at[0]) else None
-    if dst.at is not None and _uses(src, dst.at[0]):
+        return src.with_at(None) if other or dst.lies_along(src.at[0]) else None
+    if dst.at is not None and src.lies_along(dst.at[0]):
         return dst.with_at(None)
     return None
-
-
-def _uses(layout: Layout, axis: str) -> bool:
-    """Whether the parts of a layout differ along an axis."""
-    return axis in layout.axes or any(axis == pending for pending, _ in layout.pending)
 
 
 def _apart(src: Layout, dst: Layout) -> str | None:
