@@ -36,7 +36,7 @@ from colofunc.compiler.input_places import (
 )
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
-from colofunc.compiler.passes import REWRITES, Pass, Stages, passes_of_plugins, run_passes
+from colofunc.compiler.passes import REWRITES, Pass, Stages, check_interface, passes_of_plugins, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.sharder import Sharder
 from colofunc.compiler.staged import Staged
@@ -303,7 +303,9 @@ def rewrites(hook: str, build: Build) -> list[Pass]:
 
 
 def _rewritten(hook: str, transform: Transform, build: Build, program: Program) -> Program:
-    return transform.applied(hook, build.evolve(program=program)).program
+    rewritten = transform.applied(hook, build.evolve(program=program)).program
+    check_interface(f"{transform.name}.{hook}", program, rewritten)
+    return rewritten
 
 
 def can_be_left_out(build: Build) -> list[str]:
