@@ -10,8 +10,11 @@ from torch import Tensor
 
 import colofunc as cf
 from colofunc import ext
+from colofunc.compiler.hooks import CHANGES
+from colofunc.compiler.transform import HOOKS
 
 MESH = cf.Mesh(dp=2, topology="ideal")
+Hook = Callable[[ext.Build], ext.Build]
 
 
 def step_fn(s: dict[str, Tensor], x: Tensor) -> Any:
@@ -26,6 +29,93 @@ def lowered(budget: int | None = None, plugins: Any = (), **hooks: Any) -> Any:
     base = cf.shard(step_fn, MESH, plugins=plugins, in_specs=(None, "(dp b) d"))
     step = base if budget is None else cf.checkpoint(base, budget=budget)
     return ext.stage(step, ext.Transform("mine", **hooks)).lower(*arguments())
+
+
+# ---- fields of a build ----
+
+# Of each field, something else than what is there; of what is not there yet, something.
+OTHERS: dict[str, Any] = {
+    "transforms": (), "mesh": cf.Mesh(dp=4), "fn": abs, "state": {}, "program": 1, "traced": 1, "registry": 1, "budget_bytes": 7,
+    "constraints": 1, "alternatives": 1, "searches": 1, "moves": 1, "way": "another", "cuts_of": 1,
+}  # fmt: skip
+NOT_THEIRS = [(hook, field) for hook in HOOKS for field in OTHERS if field not in CHANGES[hook]]
+
+
+def test_all_fields_and_hooks_are_tried() -> None:
+    assert set(OTHERS) == set(attrs.fields_dict(ext.Build)) and set(CHANGES) == set(HOOKS)
+    assert {field for fields in CHANGES.values() for field in fields} <= set(OTHERS)
+
+
+@pytest.mark.parametrize(("hook", "field"), NOT_THEIRS)
+def test_a_hook_that_changes_what_is_not_its_own_is_told_which_hook_does(hook: str, field: str) -> None:
+    says = rf"transform 'mine': its hook {hook} changed {field}, and may change {', '.join(CHANGES[hook])} only\. Try: "
+    owners = " or ".join(owner for owner in HOOKS if field in CHANGES[owner])
+    with pytest.raises(cf.PlanError, match=says + (f"the hook {owners} for that" if owners else f"leave {field} as it is")):
+        lowered(**{hook: lambda build: build.evolve(**{field: OTHERS[field]})})
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_field_that_no_build_has_is_told_by_a_near_name(hook: str) -> None:
+    says = rf"transform 'mine': its hook {hook} changes what no build has: 'programm' is no field of a build.*program"
+    with pytest.raises(cf.PlanError, match=says):
+        lowered(**{hook: lambda build: build.evolve(programm=None)})
+
+
+@pytest.mark.parametrize(
+    ("hook", "field"), [(hook, field) for hook, fields in CHANGES.items() for field in fields if field not in ("cuts_of", "constraints")]
+)
+def test_a_field_that_is_none_is_told_with_what_it_should_be(hook: str, field: str) -> None:
+    with pytest.raises(cf.PlanError, match=rf"transform 'mine': its hook {hook} gave None as {field}\. Try: "):
+        lowered(**{hook: lambda build: build.evolve(**{field: None})})
+
+
+RUBBISH: dict[str, tuple[str, Any]] = {
+    "constraints": ("constrain", {}),
+    "cuts_of": ("candidates", 3),
+    "alternatives": ("candidates", ((),)),
+    "searches": ("candidates", ("look",)),
+    "moves": ("candidates", (None,)),
+    "fn": ("wrap", 3),
+    "program": ("rewrite_local", "a program"),
+}
+
+
+@pytest.mark.parametrize("field", RUBBISH)
+def test_rubbish_is_told_with_what_it_should_be(field: str) -> None:
+    hook, value = RUBBISH[field]
+    with pytest.raises(cf.PlanError, match=rf"transform 'mine': its hook {hook} gave .* as {field}\. Try: "):
+        lowered(**{hook: lambda build: build.evolve(**{field: value})})
+
+
+# ---- functions that candidates add ----
+
+
+def adding(field: str, function: Any) -> Hook:
+    return lambda build: build.evolve(**{field: (*getattr(build, field), function)})
+
+
+FUNCTIONS: dict[str, tuple[str, Any, str]] = {
+    "alternative": ("alternatives", [lambda program, mesh: None], "return the program it has written"),
+    "search": ("searches", lambda *given: None, r"return \(what fits or None, the leanest\)"),
+    "search of programs": ("searches", lambda program, *given: (program, program), r"return \(what fits or None, the leanest\)"),
+    "search without a leanest": ("searches", lambda *given: (None, None), r"return \(what fits or None, the leanest\)"),
+    "move": ("moves", lambda *given, like=None: None, r"return cf\.ext\.Offloaded\(program, \.\.\.\)"),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 20_000])
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_functions_of_candidates_that_give_rubbish_are_named(what: str, budget: int | None) -> None:
+    field, function, instead = FUNCTIONS[what]
+    says = rf"transform 'mine': its hook candidates added an? {what.split()[0]} that gave .*\. Try: {instead}"
+    with pytest.raises(cf.PluginError, match=says):
+        lowered(budget, candidates=adding(field, function))
+
+
+def test_a_second_alternative_that_gives_rubbish_is_no_way_that_is_passed_over() -> None:
+    ways = [lambda program, mesh: program, lambda program, mesh: None]
+    with pytest.raises(cf.PluginError, match="added an alternative that gave None"):
+        lowered(1, candidates=adding("alternatives", ways))
 
 
 # ---- what goes in and comes out of a program ----
@@ -56,6 +146,7 @@ BREAKS: dict[str, tuple[Rewrite, str]] = {
         "renames inputs of the program; keep their value ids",
     ),
     "aliases": (lambda program: attrs.evolve(program, aliases=((0, 1),)), "writes output 0 in place of input 1, which the step keeps"),
+    "none": (lambda program: None, "gave None as program|gave None"),  # type: ignore[arg-type,return-value]
 }
 
 
@@ -83,6 +174,13 @@ def test_a_pass_of_a_plugin_that_changes_what_goes_in_or_comes_out_is_named(how:
     rewrite, says = BREAKS[how]
     with pytest.raises(cf.PluginError, match=rf"pass 'bad' of a plugin \(test_hook_mistakes\.Breaks\.by_pass\) ({says})"):
         lowered(plugins=(Breaks(rewrite),))
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_an_alternative_that_changes_what_goes_in_or_comes_out_is_named(how: str) -> None:
+    rewrite, says = BREAKS[how]
+    with pytest.raises(cf.PluginError, match=rf"'mine': its hook candidates added an alternative that ({says})"):
+        lowered(candidates=adding("alternatives", [lambda program, mesh: rewrite(program)]))
 
 
 def test_outputs_that_are_one_value_and_aliases_that_are_gone_are_no_mistake() -> None:

@@ -24,6 +24,7 @@ from colofunc import env
 from colofunc.compiler.budget import FailedSearch, plan_for_budget, plan_from_known, plan_of
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decisions
+from colofunc.compiler.hooks import applied, through
 from colofunc.compiler.input_places import (
     PlacedHidden,
     PlacedInputs,
@@ -40,7 +41,7 @@ from colofunc.compiler.passes import REWRITES, Pass, Stages, check_interface, pa
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.sharder import Sharder
 from colofunc.compiler.staged import Staged
-from colofunc.compiler.transform import Build, Hook, Transform, through
+from colofunc.compiler.transform import Build, Hook, Transform
 from colofunc.compiler.user_constraints import constraints_of_user, staying, wished_axes, without_places, without_tiers
 from colofunc.errors import PlanError
 from colofunc.executors.backend import as_run, held_in_order, ordered
@@ -303,7 +304,7 @@ def rewrites(hook: str, build: Build) -> list[Pass]:
 
 
 def _rewritten(hook: str, transform: Transform, build: Build, program: Program) -> Program:
-    rewritten = transform.applied(hook, build.evolve(program=program)).program
+    rewritten = applied(transform, hook, build.evolve(program=program)).program
     check_interface(f"{transform.name}.{hook}", program, rewritten)
     return rewritten
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from colofunc.compiler.transform import Build, Sharding, Transform, in_order, through
+from colofunc.compiler.hooks import through
+from colofunc.compiler.transform import Build, Sharding, Transform, in_order
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
