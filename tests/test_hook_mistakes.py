@@ -1,5 +1,7 @@
 """What hooks of transforms and passes of plugins may not give: each an error that says who gave it, what, and what to write instead."""
 
+import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,9 @@ from torch import Tensor
 
 import colofunc as cf
 from colofunc import ext
+from colofunc import transforms as built_in
 from colofunc.compiler.hooks import CHANGES
-from colofunc.compiler.transform import HOOKS
+from colofunc.compiler.transform import BUILT_IN, HOOKS
 
 MESH = cf.Mesh(dp=2, topology="ideal")
 Hook = Callable[[ext.Build], ext.Build]
@@ -191,3 +194,24 @@ def test_outputs_that_are_one_value_and_aliases_that_are_gone_are_no_mistake() -
     step = ext.stage(cf.shard(step_fn, MESH, in_specs=(None, "(dp b) d")), ext.Transform("mine", rewrite_local=one_value))
     _, once, again = step(*arguments())
     assert float(once) == float(again) == 32
+
+
+# ---- applied twice ----
+
+
+def test_a_transform_that_is_applied_twice_is_called_as_it_is_called() -> None:
+    mine = ext.Transform("mine")
+    twice = "mine is applied twice to step_fn. Try: one of them, with the options of both"
+    with pytest.raises(cf.PlanError, match=f"^{re.escape(twice)}$"):
+        ext.stage(ext.stage(step_fn, mine), mine)
+    with pytest.raises(cf.PlanError, match=r"^mine wants a step function, not int$"):
+        ext.stage(3, mine)  # type: ignore[arg-type]
+    with pytest.raises(cf.PlanError, match=r"give all its plans in one call: cf\.shard\(fn, \.\.\.\)$"):
+        cf.shard(cf.shard(step_fn, MESH), MESH)
+    with pytest.raises(cf.PlanError, match=r"^cf\.precision wants a step function, not int$"):
+        cf.precision(3, "bf16")  # type: ignore[call-overload]
+
+
+def test_all_built_in_transforms_are_known_by_name() -> None:
+    assert {module.name for module in pkgutil.iter_modules(built_in.__path__)} == BUILT_IN
+    assert all(hasattr(cf, name) for name in BUILT_IN)

@@ -39,6 +39,12 @@ from colofunc.program.tracing.trace import Traced
 Rewrite = Callable[[Program, Mesh], Program]
 
 
+BUILT_IN = frozenset(
+    "accumulate checkpoint expert_capacity fp8 local_stats offload pipeline precision quantize shard".split()
+)
+"""Names of the transforms that are functions of this package."""
+
+
 class UnknownFieldError(PlanError):
     """A field that a hook wants to change, and that no build has."""
 
