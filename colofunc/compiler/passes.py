@@ -21,9 +21,9 @@ import attrs
 
 from colofunc import env
 from colofunc.compiler.transform import Rewrite
-from colofunc.errors import PlanError, near
+from colofunc.errors import PlanError, PluginError, near
 from colofunc.mesh import Mesh
-from colofunc.program.check import check_program
+from colofunc.plugins.registry import name_of
 from colofunc.program.ir import Program
 from colofunc.program.text import text
 
@@ -69,11 +69,19 @@ def run_passes(
 
 def passes_of_plugins(by_name: Mapping[str, Rewrite], mesh: Mesh) -> list[Pass]:
     """In the order of their names."""
-    return [Pass(name, partial(_by_plugin, by_name[name], mesh)) for name in sorted(by_name)]
+    return [Pass(name, partial(_by_plugin, name, by_name[name], mesh)) for name in sorted(by_name)]
 
 
-def _by_plugin(rewrite: Rewrite, mesh: Mesh, program: Program) -> Program:
-    return rewrite(program, mesh)
+def _by_plugin(name: str, rewrite: Rewrite, mesh: Mesh, program: Program) -> Program:
+    """Raises PluginError where a plugin's pass gives no program, or one with other inputs or outputs."""
+    written = rewrite(program, mesh)
+    who = f"pass {name!r} of a plugin ({name_of(rewrite)})"
+    if not isinstance(written, Program):
+        raise PluginError(f"{who} gave {written!r}. Try: return the program that an Editor's done() gives")
+    fault = interface_fault(program, written)
+    if fault:
+        raise PluginError(f"{who} {fault}")
+    return written
 
 
 def left_out(names: Sequence[str]) -> frozenset[str]:
@@ -139,16 +147,35 @@ def _same(before: Program, behind: Program) -> bool:
 
 
 def check_interface(name: str, before: Program, behind: Program) -> None:
-    """Raises PlanError where a rewriting of the whole program gives it other inputs or outputs, ProgramError where it
-    is no program.
-    """
+    """Raises PlanError where a rewriting of a program changes what goes in or comes out (`interface_fault`)."""
+    fault = interface_fault(before, behind)
+    if fault:
+        raise PlanError(f"{name} {fault}")
+
+
+def interface_fault(before: Program, behind: Program) -> str:
+    """What a rewriting of a program does to its inputs and outputs, which have to stay; "" for nothing."""
     for what, old, new in (("inputs", before.inputs, behind.inputs), ("outputs", before.outputs, behind.outputs)):
-        shapes = [(before.values[i].shape, before.values[i].dtype) for i in old]
-        if shapes != [(behind.values[i].shape, behind.values[i].dtype) for i in new]:
-            raise PlanError(
-                f"{name} gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes "
-                "and dtypes; keep them, and put what is to be new into the state with the hook grow"
+        if _kinds(before, old) != _kinds(behind, new):
+            return (
+                f"gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes, dtypes "
+                "and layouts; keep them, and put what is to be new into the state with the hook grow"
             )
     if before.inputs != behind.inputs:
-        raise PlanError(f"{name} renames inputs of the program; keep their value ids")
-    check_program(behind)
+        return "renames inputs of the program; keep their value ids, in their order"
+    # A value is known by its maker too: who writes all nodes anew may use ids again.
+    kept = [id for id in before.outputs if id in behind.outputs and before.makers.get(id) is behind.makers.get(id)]
+    for place, (old_id, new_id) in enumerate(zip(before.outputs, behind.outputs, strict=True)):
+        if old_id != new_id and old_id in kept and new_id in kept:
+            earlier = before.outputs.index(new_id)
+            return f"gives as output {place} of the program what was output {earlier}; keep each in its place"
+    more = set(behind.aliases) - set(before.aliases)
+    if more:
+        out, into = min(more)
+        return f"writes output {out} in place of input {into}, which the step keeps; leave aliases as they are"
+    return ""
+
+
+def _kinds(program: Program, ids: Sequence[int]) -> list[tuple[object, ...]]:
+    values = [program.values.get(id) for id in ids]
+    return [() if value is None else (value.shape, value.dtype, value.layout) for value in values]

@@ -24,6 +24,7 @@ from colofunc import env
 from colofunc.compiler.budget import FailedSearch, plan_for_budget, plan_from_known, plan_of
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decisions
+from colofunc.compiler.hooks import applied, through
 from colofunc.compiler.input_places import (
     PlacedHidden,
     PlacedInputs,
@@ -37,11 +38,11 @@ from colofunc.compiler.input_places import (
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
 from colofunc.compiler.named_candidates import named_shardings
-from colofunc.compiler.passes import REWRITES, Pass, Stages, passes_of_plugins, run_passes
+from colofunc.compiler.passes import REWRITES, Pass, Stages, check_interface, passes_of_plugins, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.sharder import Sharder
 from colofunc.compiler.staged import Staged
-from colofunc.compiler.transform import Build, Hook, Transform, through
+from colofunc.compiler.transform import Build, Hook, Transform
 from colofunc.compiler.user_constraints import constraints_of_user, staying, wished_axes, without_places, without_tiers
 from colofunc.errors import PlanError
 from colofunc.executors.backend import as_run, held_in_order, ordered
@@ -311,7 +312,9 @@ def rewrites(hook: str, build: Build) -> list[Pass]:
 
 
 def _rewritten(hook: str, transform: Transform, build: Build, program: Program) -> Program:
-    return transform.applied(hook, build.evolve(program=program)).program
+    rewritten = applied(transform, hook, build.evolve(program=program)).program
+    check_interface(f"{transform.name}.{hook}", program, rewritten)
+    return rewritten
 
 
 def can_be_left_out(build: Build) -> list[str]:

@@ -23,7 +23,7 @@ from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.memory_limits import auto_bytes, device_limit_bytes
-from colofunc.compiler.passes import Pass, PassOutput, Stages, check_interface, left_out, run_passes
+from colofunc.compiler.passes import Pass, PassOutput, Stages, left_out, run_passes
 from colofunc.compiler.plan_cache import is_again
 from colofunc.compiler.planning import Outcome, Planning, can_be_left_out, planning_of, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, same, share
@@ -42,6 +42,7 @@ from colofunc.planner.describe import UNUSED
 from colofunc.planner.plan import Plan
 from colofunc.planner.stages.report import one_stage_works
 from colofunc.plugins import build_registry
+from colofunc.program.check import check_program
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.narrow_captures import as_read
@@ -264,7 +265,7 @@ def _global(
 
     def checked(each: Pass, program: Program) -> Program:
         rewritten = each.run(program)
-        check_interface(each.name, program, rewritten)
+        check_program(rewritten)
         return rewritten
 
     passes = [

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from colofunc.compiler.transform import Build, Sharding, Transform, in_order, through
+from colofunc.compiler.hooks import through
+from colofunc.compiler.transform import BUILT_IN, Build, Sharding, Transform, in_order
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
@@ -242,9 +243,10 @@ def applied(step: Staged, transform: Transform) -> Staged:
     """
     name = getattr(step.fn, "__name__", step.fn)
     if step.transform(transform.name) is not None:
-        raise PlanError(
-            f"{transform.name} is applied twice to {name}; give all its plans in one call: cf.{transform.name}(fn, ...)"
-        )
+        instead = ". Try: one of them, with the options of both"
+        if transform.name in BUILT_IN:
+            instead = f"; give all its plans in one call: cf.{transform.name}(fn, ...)"
+        raise PlanError(f"{transform.name} is applied twice to {name}{instead}")
     for before in step.transforms:
         why = before.clashes.get(transform.name) or transform.clashes.get(before.name)
         if why:

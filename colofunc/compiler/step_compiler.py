@@ -32,7 +32,7 @@ from colofunc.compiler.retraces import Retraces, Signature
 from colofunc.compiler.settling import settled
 from colofunc.compiler.staged import Staged, applied
 from colofunc.compiler.surroundings import Surroundings, ambient, look_around
-from colofunc.compiler.transform import Transform
+from colofunc.compiler.transform import BUILT_IN, Transform
 from colofunc.compiler.warmup import agreed_by_all, moved_leaves, step_s, warmup
 from colofunc.dtensor.other_mesh import FromOtherMesh
 from colofunc.dtensor.placed import other_mesh_error, place, side_by_side
@@ -312,5 +312,6 @@ def stage(step_fn: Callable[..., Any] | Staged | None, transform: Transform) -> 
     if isinstance(step_fn, Staged):
         return applied(step_fn, transform)
     if not callable(step_fn):
-        raise PlanError(f"cf.{transform.name} wants a step function, not {type(step_fn).__name__}")
+        caller = f"cf.{transform.name}" if transform.name in BUILT_IN else transform.name
+        raise PlanError(f"{caller} wants a step function, not {type(step_fn).__name__}")
     return Staged(step_fn, (transform,), StepCompiler())

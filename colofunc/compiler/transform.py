@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from colofunc.errors import PlanError
+from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room
 from colofunc.planner.candidate import FinishedProgram, Finishing
@@ -37,6 +37,16 @@ from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
 
 Rewrite = Callable[[Program, Mesh], Program]
+
+
+BUILT_IN = frozenset(
+    "accumulate checkpoint expert_capacity fp8 local_stats offload pipeline precision quantize shard".split()
+)
+"""Names of the transforms that are functions of this package."""
+
+
+class UnknownFieldError(PlanError):
+    """A field that a hook wants to change, and that no build has."""
 
 
 def _none() -> Sequence[Variant]:
@@ -159,7 +169,11 @@ class Build:
     cuts_of: CutsOf | None = None
 
     def evolve(self, **changes: Any) -> Build:
-        """The same build, but for `changes`."""
+        """The same build, but for `changes`. Raises PlanError for a field that no build has."""
+        fields = attrs.fields_dict(Build)
+        for name in changes:
+            if name not in fields:
+                raise UnknownFieldError(f"{name!r} is no field of a build{near(name, fields, 'fields')}")
         return attrs.evolve(self, **changes)
 
     @property
@@ -283,19 +297,6 @@ class Transform:
         """Whether it keeps to all the memory that there is."""
         return self.budget == (None, None)
 
-    def applied(self, hook: str, build: Build) -> Build:
-        """The build behind one hook of this transform. Raises PlanError where the hook gives something else."""
-        function: Hook | None = getattr(self, hook)
-        if function is None:
-            return build
-        changed = function(build)
-        if not isinstance(changed, Build):
-            raise PlanError(
-                f"transform {self.name!r}: its hook {hook} gave {type(changed).__name__}, not a build; "
-                "return build.evolve(...) with what it changes"
-            )
-        return changed
-
 
 def behind_hook(before: Hook | None, hook: Hook) -> Hook:
     """A hook of a transform behind the one that it has."""
@@ -307,25 +308,6 @@ def behind_hook(before: Hook | None, hook: Hook) -> Hook:
 
 
 HOOKS = ("wrap", "grow", "rewrite_global", "constrain", "candidates", "rewrite_local")
-
-
-def through(hook: str, build: Build) -> Build:
-    """The build behind one hook of all transforms.
-
-    Raises PlanError where two of them say what a pipeline's cuts are.
-    """
-    cut_by = ""
-    for transform in build.transforms:
-        changed = transform.applied(hook, build)
-        if changed.cuts_of is not build.cuts_of:
-            if cut_by:
-                raise PlanError(
-                    f"{cut_by} and {transform.name} both say what a pipeline's cuts are (cuts_of in their hooks "
-                    f"{hook}), and one of a chain may. Try: a chain without one of them"
-                )
-            cut_by = transform.name
-        build = changed
-    return build
 
 
 def in_order(chain: Iterable[Transform]) -> tuple[Transform, ...]:

@@ -76,15 +76,17 @@ class Registry:
             for strategy in _given(fn, call, mesh, self.rule):
                 if not isinstance(strategy, Strategy):
                     raise PluginError(
-                        f"strategies of {call.target} from {_name_of(fn)} gave {strategy!r}; yield cf.Strategy records"
+                        f"strategies of {call.target} from {name_of(fn)} gave {strategy!r}; yield cf.Strategy records"
                     )
                 found.append(strategy)
         return tuple(found)
 
 
-def _name_of(fn: Any) -> str:
+def name_of(fn: Any) -> str:
+    """Module and name of a plugin's function, for errors."""
     written = getattr(fn, "func", fn)  # of a functools.partial
-    return f"{written.__module__}.{written.__qualname__}"
+    named = written if hasattr(written, "__qualname__") else type(written)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _takes_rule(fn: StrategyFn) -> bool:
@@ -104,7 +106,7 @@ def _given(fn: StrategyFn, call: Call, mesh: Mesh, rule_of: Callable[[Call], Rul
     except ColofuncError:
         raise
     except Exception as error:
-        what = f"strategies of {call.target} from {_name_of(fn)} failed"
+        what = f"strategies of {call.target} from {name_of(fn)} failed"
         raise PluginError(f"{what}: {type(error).__name__}: {error}; yield cf.Strategy records, or none") from error
 
 

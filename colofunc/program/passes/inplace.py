@@ -11,7 +11,12 @@ over it, and no node after it reads the old value or anything that may share its
 
 The last of these is how `_Overwrite` goes back from the new value: over a temporary that dies there and lies in the old
 value's memory itself, or over the old value; and what is written into a part of a copy of the old value
-(`slice_scatter` and its like) is computed in that part.
+(`slice_scatter` and its like) is computed in that part. Writes follow one another: layers of a stacked cache, each of
+which reads what the one before it has left.
+
+    %3 = select(%cache, 0, 0)   %4 = index_copy(%3, ...)   %5 = select_scatter(%cache, %4, 0, 0)
+    %6 = select(%5, 0, 1)       %7 = index_copy(%6, ...)   %8 = select_scatter(%5, %7, 0, 1)
+    ->  %3 = select(%cache, 0, 0)   index_copy_(%3, ...)   %6 = select(%cache, 0, 1)   index_copy_(%6, ...)
 
 Where a parameter is whole and its moments are shards (ZeRO-1 and 2), the update makes new shards of the parameter
 alone, and what is gathered of them is written over the old parameter (`_written_over`):
@@ -153,6 +158,17 @@ class _Change:
     into: int
 
 
+@attrs.frozen
+class _Written:
+    """The changes by which a value is made in the memory of another, the earliest first.
+
+    `parts`: groups of values that lie in parts of it, which may be read until the next change writes there.
+    """
+
+    changes: tuple[_Change, ...] = ()
+    parts: frozenset[int] = frozenset()
+
+
 class _Overwrite:
     """How new values of donated leaves can be made where the old ones lie, in one program."""
 
@@ -162,6 +178,8 @@ class _Overwrite:
         self.paired: dict[int, set[int]] = {}
         for out, into in program.aliases:
             self.paired.setdefault(program.outputs[out], set()).add(program.inputs[into])
+        self._changed: set[int] = set()  # nodes of the changes that were given
+        self._known: dict[tuple[int, int, frozenset[int]], _Written | None] = {}
         self._group_readers: dict[int, list[int]] = {}
         for index, node in enumerate(program.nodes):
             kind = kind_of(node)
@@ -209,7 +227,7 @@ class _Overwrite:
 
     # ---- one result ----
 
-    def changes(self, new: int, old: int) -> list[_Change]:
+    def changes(self, new: int, old: int) -> tuple[_Change, ...]:
         """What makes `new` in the memory of `old`; nothing where that cannot be."""
         if (
             new == old
@@ -217,20 +235,45 @@ class _Overwrite:
             or self.program.times_returned[new] != 1
             or not self._alike(new, old)
         ):
-            return []
-        return self._made_in(new, old, frozenset()) or []
+            return ()
+        written = self._made_in(new, old, frozenset())
+        if written is None:
+            return ()
+        self._changed.update(change.index for change in written.changes)
+        self._known.clear()
+        return written.changes
 
-    def _made_in(self, id: int, into: int, through: frozenset[int]) -> list[_Change] | None:
-        """The changes by which `id` is made in the memory of `into`, an input or a view of one that the nodes `through`
-        write it back to.
+    def _made_in(self, id: int, into: int, through: frozenset[int]) -> _Written | None:
+        """How `id` is made in the memory of `into`, an input or a view of one that the nodes `through` write it back
+        to.
 
-        None where there are none.
+        None where it cannot be. What comes before it is settled first: a chain may have more links than Python calls.
         """
-        index = self.program.made_at.get(id)
-        if index is None:
-            return None
+        for earlier in self._chain(id, into, through):
+            self._known[earlier, into, through] = self._link(earlier, into, through)
+        return self._known.get((id, into, through))
+
+    def _chain(self, id: int, into: int, through: frozenset[int]) -> list[int]:
+        """`id` and what may be made in the memory of `into` before it, the earliest first; without what is known."""
+        found = set[int]()
+        rest = [id]
+        while rest:
+            each = rest.pop()
+            index = self.program.made_at.get(each)
+            if index is None or each in found or (each, into, through) in self._known:
+                continue
+            found.add(each)
+            if self._is_free(into, index, through):
+                rest += [operand for operand, _ in self._operands(index, self.program.nodes[index], into)]
+        return sorted(found, key=self.program.made_at.__getitem__)
+
+    def _link(self, id: int, into: int, through: frozenset[int]) -> _Written | None:
+        """`_made_in`, where it is known of all values before `id`."""
+        index = self.program.made_at[id]
         node = self.program.nodes[index]
-        if len(node.outs) != 1 or node.loop is not None or not self._is_free(into, index, through):
+        if len(node.outs) != 1 or node.loop is not None or index in self._changed:
+            return None
+        if not self._is_free(into, index, through):
             return None
         for way in (self._in_its_part, self._over_operand, self._given):
             written = way(index, node, into, through)
@@ -238,49 +281,64 @@ class _Overwrite:
                 return written
         return None
 
-    def _over_operand(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
-        """Over the old value itself, or over a temporary that dies here and can be made in its memory."""
-        out, group = node.results[0], self.memory.group(into)
+    def _operands(self, index: int, node: Node, into: int) -> list[tuple[int, Node]]:
+        """What node `index` may write over to make its result in the memory of `into`, and the form that does: `into`,
+        or a temporary that dies here."""
+        found = []
         for operand in dict.fromkeys(node.refs):
             form = written_over(node, operand)
-            shared = {group, self.memory.group(operand)}
-            if form is None or any(ref != operand and self.memory.group(ref) in shared for ref in node.refs):
+            if form is not None and (operand == into or self._dies(operand, index, into)):
+                found.append((operand, form))
+        return found
+
+    def _before(self, operand: int, into: int, through: frozenset[int]) -> _Written | None:
+        return _Written() if operand == into else self._made_in(operand, into, through)
+
+    def _over_operand(self, index: int, node: Node, into: int, through: frozenset[int]) -> _Written | None:
+        """Over the old value itself, or over a temporary that dies here and can be made in its memory."""
+        for operand, form in self._operands(index, node, into):
+            shared = {self.memory.group(into), self.memory.group(operand)}
+            if any(ref != operand and self.memory.group(ref) in shared for ref in node.refs):
                 continue
-            before: list[_Change] | None = []
-            if operand != into:
-                before = self._made_in(operand, into, through) if self._dies(operand, index, into) else None
-            if before is not None:
-                return [*before, _Change(index, (attrs.evolve(form, outs=(None,)),), out, into)]
+            before = self._before(operand, into, through)
+            if before is not None and not self._are_read(before.parts, index):
+                change = _Change(index, (attrs.evolve(form, outs=(None,)),), node.results[0], into)
+                return attrs.evolve(before, changes=(*before.changes, change))
         return None
 
-    def _in_its_part(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
+    def _in_its_part(self, index: int, node: Node, into: int, through: frozenset[int]) -> _Written | None:
         """Of `slice_scatter` and its like: what is written into a part is made there, of what was in it."""
         view = VIEWS.get(node.target)
-        if view is None or node.kwargs or node.args[0] != Ref(into) or not isinstance(node.args[1], Ref):
+        if view is None or node.kwargs or not all(isinstance(arg, Ref) for arg in node.args[:2]):
             return None
-        part, out = node.args[1].id, node.results[0]
-        if self.program.readers[part] != (index,) or self.memory.is_output(self.memory.group(part)):
+        whole, part = node.args[0].id, node.args[1].id
+        memory_of_part = self.memory.group(part)
+        if self.memory.is_output(memory_of_part) or (whole != into and not self._dies(whole, index, into)):
+            return None
+        before = self._before(whole, into, through)
+        if before is None:
             return None
         made_at = self.program.made_at.get(part, -1)
-        for position in self.program.readers[into]:
+        for position in self.program.readers[whole]:
             looks = self.program.nodes[position]
             if position >= made_at or looks.target != view or not looks.results:
                 continue
-            if looks.args != (Ref(into), *node.args[2:]) or not self._alike(part, looks.results[0]):
+            if looks.args != (Ref(whole), *node.args[2:]) or not self._alike(part, looks.results[0]):
                 continue
-            before = self._made_in(part, looks.results[0], through | {index})
-            if before is not None:
-                return [*before, _Change(index, (), out, into)]
+            inside = self._made_in(part, looks.results[0], through | {index})
+            if inside is not None and not self._are_read(before.parts, inside.changes[0].index):
+                changes = *before.changes, *inside.changes, _Change(index, (), node.results[0], into)
+                return _Written(changes, before.parts | inside.parts | {memory_of_part})
         return None
 
-    def _given(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
+    def _given(self, index: int, node: Node, into: int, through: frozenset[int]) -> _Written | None:
         """The old value's memory given to an operator that does not read it any more."""
         out = out_twin(node.target)
         if out is None or any(self.memory.group(ref) == self.memory.group(into) for ref in node.refs):
             return None
         target, argument = out
         form = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))), outs=(None,))
-        return [_Change(index, (form,), node.results[0], into)]
+        return _Written((_Change(index, (form,), node.results[0], into),))
 
     def _dies(self, id: int, index: int, into: int) -> bool:
         """Whether nobody reads a temporary behind node `index`, and it is as large as `into`."""
@@ -293,6 +351,10 @@ class _Overwrite:
         return not self.memory.is_output(group) and all(
             k <= index or k in through for k in self._group_readers.get(group, ())
         )
+
+    def _are_read(self, groups: Collection[int], index: int) -> bool:
+        """Whether node `index`, or one behind it, reads memory of these groups."""
+        return any(k >= index for group in groups for k in self._group_readers.get(group, ()))
 
     def _alike(self, a: int, b: int) -> bool:
         """Whether two values are of one shape, dtype and layout."""
