@@ -181,11 +181,12 @@ class Staged:
         return stepped
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-        """The arguments of a call by position, argument 0 with everything that the transforms keep in it."""
+        """The arguments of a call by position, with everything that the transforms keep in them."""
         args = _positional(self.fn, args, kwargs or {})
         if not args or not any(transform.grow is not None for transform in self.transforms):
             return args
-        return (through("grow", self.build.evolve(state=args[0])).state, *args[1:])
+        grown = through("grow", self.build.evolve(state=args[0], others=args[1:]))
+        return (grown.state, *grown.others)
 
     def transform(self, name: str) -> Transform | None:
         """One transform of the chain, if it is there."""

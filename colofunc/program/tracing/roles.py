@@ -260,6 +260,10 @@ class Observed:
         return behind
 
 
+Alike = Callable[[Tree, Tree, Sequence[Value], Sequence[Value]], bool]
+"""Of an argument, a result and the values of both, whether the one can be what the other has become."""
+
+
 def next_values(
     arguments: Sequence[Tree],
     results: Sequence[Tree],
@@ -267,12 +271,15 @@ def next_values(
     outputs: Sequence[int],
     values: Mapping[int, Value],
     nodes: Sequence[Node],
+    alike: Alike | None = None,
 ) -> dict[str, int]:
     """Leaf of an argument -> the value that comes back for it: each argument in the first result that has its tree,
     shapes and dtypes, is made of it, and that no other has taken.
 
-    `ids`: leaf -> its value. `outputs`: the values of the leaves of all results.
+    `ids`: leaf -> its value. `outputs`: the values of the leaves of all results. `alike`: what is asked in place of
+    `comes_back`.
     """
+    alike = comes_back if alike is None else alike
     made = {out: node for node in nodes for out in node.results}
     free: list[tuple[Tree, Sequence[int]]] = []
     first = 0
@@ -285,8 +292,9 @@ def next_values(
         names = argument.names()
         before = [values[ids[name]] for name in names]
         for place, (result, after) in enumerate(free):
-            alike = comes_back(argument, result, before, [values[id] for id in after])
-            if alike and _goes_on({ids[name] for name in names}, after, made):
+            if alike(argument, result, before, [values[id] for id in after]) and _goes_on(
+                {ids[name] for name in names}, after, made
+            ):
                 found |= dict(zip(names, after, strict=True))
                 del free[place]
                 break
@@ -309,10 +317,16 @@ def _goes_on(old: Collection[int], after: Sequence[int], made: Mapping[int, Node
 
 def comes_back(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:
     """Whether a result has the tree, shapes and dtypes of an argument, so that it can be its next value."""
+    if not same_shapes(argument, result, before, after):
+        return False
+    return all(old.dtype == new.dtype for old, new in zip(before, after, strict=True))
+
+
+def same_shapes(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:
+    """Whether a result has the tree and shapes of an argument."""
     if not argument.names() or _structure(argument) != _structure(result):
         return False
-    pairs = zip(before, after, strict=False)
-    return all((old.shape, old.dtype) == (new.shape, new.dtype) for old, new in pairs)
+    return all(old.shape == new.shape for old, new in zip(before, after, strict=True))
 
 
 def results_of(out: Tree) -> Sequence[Tree]:
