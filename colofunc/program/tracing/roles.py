@@ -9,7 +9,8 @@ have weights.
     model.apply(params, buffers, x)          mark_role("param", ...), mark_role("buffer", ...)
     opt.update(grads, state, params)         mark_role("state", ...)
     functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
-    F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
+    F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything, and
+                                             no leaf carries "param"
     x * w                                    so is w where it is an nn.Parameter
 
 Neither the position of an argument nor a word in a path decides. Arguments that are never marked, differentiated or
@@ -81,8 +82,7 @@ class Observed:
 
     def roles(self) -> dict[str, str]:
         """Leaf -> its role."""
-        trained = {*self.marks, *self._outermost()}
-        operands = set() if trained else self._weight_operands()
+        operands = set() if self._says_weights() else self._weight_operands()
         carried = {name: role for name, role in self.carried.items() if role != "state" or name not in operands}
         operands -= carried.keys()
         returned = self._returned(self.marks.keys() | operands | self._untouched(carried))
@@ -103,10 +103,15 @@ class Observed:
         """Whether nothing says which of several arguments has the weights."""
         if self.carried:
             return False
-        trained = {*self.marks, *self._outermost()}
-        operands = set() if trained else self._weight_operands()
+        operands = set() if self._says_weights() else self._weight_operands()
         said = {*self.marks, *self._returned(self.marks.keys() | operands)}
         return len(self.arguments) > 1 and not any(self._holds(said | self._params(said) | operands))
+
+    def _says_weights(self) -> bool:
+        """Whether somebody says what the weights are, so that operators are not asked: in `adj @ x` beside weights that
+        are known x is none.
+        """
+        return bool(self.marks) or bool(self._outermost()) or "param" in self.carried.values()
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.values[self.ids[name]].shape
