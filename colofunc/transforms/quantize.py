@@ -65,8 +65,9 @@ def quantize(
     "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
     `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one for each weight (`errors.within(...)`,
     `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted names; of what they match,
-    vectors stay (norms, biases). plugins: further plugins with schemes, beside those of a `cf.shard` that it is put
-    around. As a decorator: `@cf.quantize("int8")`.
+    vectors stay (norms, biases). Weights of `cf.functional`, an nn.Parameter and those that a step has placed are known
+    in any argument; tensors that say nothing of themselves are looked for in argument 0. plugins: further plugins with
+    schemes, beside those of a `cf.shard` that it is put around. As a decorator: `@cf.quantize("int8")`.
 
     "auto" chooses for each weight at the first call, together with sharding, recomputation and offload: the whole chain
     is finished with one choice after the other, and of those that fit its budgets the best is taken. errors: of
