@@ -38,7 +38,7 @@ from colofunc.errors import InputError, PlanError, near
 from colofunc.ops.quantizers import Quantizer
 from colofunc.ops.wire import scheme_of
 from colofunc.planner.schemes import SchemeChoice, SchemeErrors
-from colofunc.plugins import build_registry
+from colofunc.plugins import build_registry, given_plugins
 
 
 def quantize(
@@ -157,7 +157,7 @@ def _stored(
     step_fn: Any,
 ) -> Transform:
     """What is kept in few bits: weights in a scheme, if there is one, activations that backward reads, caches."""
-    registered = build_registry((*plugins, *plugins_of(step_fn))).quantizers
+    registered = build_registry((*given_plugins(plugins, "cf.quantize"), *plugins_of(step_fn))).quantizers
     if scheme == AUTO:
         decision = SchemeDecision.of(globs, registered, **for_auto)
         return attrs.evolve(decision, activations=saved, caches=cached).transform()
