@@ -22,6 +22,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
+from colofunc.planner.plan import Plan
 from colofunc.program.tracing.meta import active_stacks, user_line
 from colofunc.program.tracing.tree import flatten, map_tensors, unflatten
 
@@ -67,6 +68,8 @@ class Staged:
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """Argument 0 placed as this step wants it; the others may be `cf.abstract` examples."""
+        if not args and not kwargs:
+            raise InputError("step.init was given no argument to place. Try: step.init(state, *batch)")
         step, args = self._ready(args, kwargs)
         return step.compiler.init(step, args)
 
@@ -123,6 +126,11 @@ class Staged:
 
     def with_plan(self, plan: Any) -> Staged:
         """The same step, deciding as `plan` did wherever it speaks."""
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(
+                f"step.with_plan was given {plan!r}, which is no plan. Try: cf.Plan.load(path), or the .plan of a "
+                "lowered step"
+            )
         return attrs.evolve(self, plan=plan, compiler=self.compiler.another())
 
     @property
