@@ -108,10 +108,12 @@ class _Grow:
     def __call__(self, build: Build) -> Build:
         if any(_narrower(leaf, self.policy.params) for leaf in flatten((build.state, *build.others))[0]):
             build = self._widened(build)
-        return build if self.policy.scales is None else build.evolve(state=self._scaled(build.state))
+        return build.evolve(state=self._scaled(build.state))
 
     def _scaled(self, state: Any) -> Any:
-        """A state with a loss scale."""
+        """A state with a loss scale, where the policy has one."""
+        if self.policy.scales is None:
+            return state
         record, bare = LOSS_SCALE.split(state)
         if record is not None:
             self._look(record)
