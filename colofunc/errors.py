@@ -8,7 +8,8 @@ add what only they know (shape, spec, the user's line) with `BaseException.add_n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ColofuncError(Exception):
@@ -95,6 +96,27 @@ class PrecisionError(ColofuncError, ArithmeticError):
 
 class PluginError(ColofuncError, ValueError):
     """A plugin that misspells a hook, clashes with another, fails or returns the wrong type. The message names it."""
+
+
+@contextmanager
+def plugin_faults(what: str, remedy: str) -> Iterator[None]:
+    """Inside, what code of a plugin raises is a PluginError: "`what` failed: ... Try: `remedy`".
+
+    Errors of this project pass, and so does what is no fault of the code: no memory is left.
+    """
+    try:
+        yield
+    except (ColofuncError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which this module does not import
+            raise
+        raise plugin_error(what, remedy, error) from error
+
+
+def plugin_error(what: str, remedy: str, error: Exception) -> PluginError:
+    """What is said of an error that code of a plugin has raised."""
+    return PluginError(f"{what} failed: {type(error).__name__}: {error}. Try: {remedy}")
 
 
 class ConsumedError(ColofuncError, RuntimeError):

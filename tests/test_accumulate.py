@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from microbatches import MESHES, loops, regression
 
 import colofunc as cf
 from colofunc.errors import InputError, PlanError
-from colofunc.testing import programs
+from colofunc.testing import models, programs
 
 # ---- the numbers of the whole batch ----
 
@@ -278,3 +280,33 @@ def test_a_batch_without_rows() -> None:
     for mesh in (cf.Mesh(dp=2), cf.Mesh(cp=3, tp=2)):
         out = cf.accumulate(cf.shard(step, mesh), microbatches=2)(*given)
         cf.testing.compare(out, step(*given))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_batch_is_known_by_its_role_wherever_it_stands(order: tuple[int, ...]) -> None:
+    """Targets behind rows stay whole unless batch= names them, so that here one argument has both."""
+    model, opt = cf.functional(models.Mlp(8, 16).double()), cf.adapt(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def step(*given):
+        params, moments, rows = (given[order.index(k)] for k in range(3))
+        loss, grads = cf.value_and_grad(lambda p: (model.apply(p, {}, rows["x"])[0] - rows["y"]).square().mean())(params)
+        return loss, *opt.update(grads, moments, params)
+
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts = [model.params, opt.init(model.params), {"x": x, "y": y}]
+    args = [parts[k] for k in order]
+    want, _, _ = step(*args)
+    accumulated = cf.accumulate(cf.shard(step, cf.Mesh(dp=2)), microbatches=2)
+    torch.testing.assert_close(accumulated(*args)[0].full(), want)
+    assert any("loop" in node.target for node in accumulated.lower(*args).program.nodes)
+
+
+def test_a_step_without_rows_of_a_batch_is_asked_to_name_it() -> None:
+    model = cf.functional(models.Mlp(8, 16).double())
+
+    def step(params, scale):
+        return cf.value_and_grad(lambda p: sum(value.square().sum() for value in p.values()) * scale)(params)
+
+    said = "no argument of the step has rows of the batch, by the roles of its leaves. Try: batch= one of 'params', 'scale'"
+    with pytest.raises(InputError, match=said):
+        cf.accumulate(step, 2).lower(model.params, torch.tensor(2.0, dtype=torch.float64))

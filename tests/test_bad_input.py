@@ -458,3 +458,24 @@ def test_values_that_torch_marks_as_conjugated_or_negated() -> None:
         want = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y * 2
         fn = torch.view_as_real if y.is_complex() else lambda z: z * 2
         cf.testing.compare(cf.shard(fn, cf.Mesh(dp=2))(y), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (cf.PlanError, "step.with_plan was given 'x', which is no plan. Try: cf.Plan", lambda: cf.shard(step, MESH).with_plan("x")),
+        (cf.InputError, "step.init was given no argument to place. Try: step.init(state, *batch)", lambda: cf.shard(step, MESH).init()),
+        (cf.InputError, "argnums=3 of a call with 2 positional arguments. Try: numbers from 0", lambda: cf.value_and_grad(step, 3)(1, 2)),
+        (cf.InputError, "argnums=0 of a call with 0 positional arguments. Try: by position", lambda: cf.value_and_grad(step)()),
+        (cf.CheckpointError, "there is no checkpoint at 'nowhere'. Try: a folder that cf.save has written", lambda: cf.load("nowhere")),
+        (cf.CheckpointError, "no checkpoint matches 'nowhere-*'. Try: a name with *", lambda: cf.load("nowhere-*")),
+        (
+            cf.InputError,
+            'one tensor alone has nothing that tells a loss to leave them out. Try: batches that are dicts, such as {"x": x}',
+            lambda: list(cf.batches([torch.ones(3, 2)], cf.Mesh(dp=2), "(dp b) ...")),
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_has_something_to_try(kind: Any, message: str, call: Callable[[], Any], tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuses(kind, message, call=call)

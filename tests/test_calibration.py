@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quantize_matrix import WHERE, step_of, tokens
+from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import colofunc as cf
@@ -183,3 +184,20 @@ def test_measures_that_do_not_fit_are_named(mistake: Callable[[], Any], says: st
     with pytest.raises(cf.InputError) as caught:
         mistake()
     assert str(caught.value) == says
+
+
+def test_weights_are_found_in_any_argument() -> None:
+    torch.manual_seed(0)
+    model, x = cf.functional(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))), torch.randn(16, 8)
+    teacher = {name: value + 1 for name, value in model.params.items()}
+
+    def forward(params, x):
+        return model.apply(params, {}, x)[0]
+
+    for maker in (cf.input_moments, cf.input_maxima):
+        want = maker(forward)(model.params, x)
+        got = cf.shard(maker(lambda x, params, other: (forward(other, x), forward(params, x))), cf.Mesh())(x, model.params, teacher)
+        assert want.keys() == got.keys() == {"0.weight", "2.weight"}
+        assert all(torch.equal(want[name], got[name].full()) for name in want)
+    by_name = cf.sensitivities(lambda x, params: forward(params, x).square().mean())(x, params=model.params)
+    assert by_name["inputs"].keys() == {"0.weight", "2.weight"}

@@ -633,3 +633,17 @@ def test_it_is_a_decorator() -> None:
     step_fn, state = step_of()
     low = cf.fp8(where=WHERE, scaling="rowwise")(step_fn).lower(state, tokens())
     assert [node.target for node in low.program.nodes].count("colofunc.scaled_linear_dw") == 2
+
+
+def test_weights_are_found_in_any_argument() -> None:
+    torch.manual_seed(0)
+    model = cf.functional(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    moments, x = {name: torch.zeros_like(value) for name, value in model.params.items()}, torch.randn(16, 64)
+
+    def step(params, x):
+        return cf.value_and_grad(lambda p: model.apply(p, {}, x)[0].square().mean())(params)
+
+    want = cf.fp8(step)(model.params, x)[0].full()
+    assert torch.equal(cf.fp8(lambda x, moments, params: step(params, x))(x, moments, model.params)[0].full(), want)
+    plain = {name: value.clone() for name, value in model.params.items()}
+    assert torch.equal(cf.fp8(lambda x, params: step(params, x))(x, plain)[0].full(), want)

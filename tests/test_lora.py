@@ -77,10 +77,31 @@ def test_what_cannot_be_adapted() -> None:
         lora(model, where="*.qvk")
     with pytest.raises(InputError, match="where='embed' matches no linear layer; 'embed' is a Embedding"):
         lora(model, where="embed")
+    with pytest.raises(InputError, match=r"matches no linear layer; 'proj' is a Conv1D\. Try: globs of layers that are nn.Linear"):
+        lora(cf.functional(nn.ModuleDict({"proj": Conv1D(4, 6)})), where="proj")
     with pytest.raises(InputError, match=r"rank=0.*at least 1"):
         lora(model, where="*.qkv", rank=0)
     with pytest.raises(InputError, match=r"'block.qkv' has adapters already"):
         lora(lora(model, where="*.qkv"), where="*.qkv")
+
+
+class Conv1D(nn.Module):
+    """A layer of a user, called as one of another library and with its weight the other way round."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width, dtype=D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def test_the_name_of_a_class_says_nothing_of_its_weight() -> None:
+    named = type("Conv1D", (nn.Linear,), {})
+    model = lora(cf.functional(nn.Sequential(named(4, 6, dtype=D))), where="0", rank=2)
+    params, x = trained(model), torch.randn(3, 4, dtype=D)
+    assert model.params["0.lora_A"].shape == (2, 4)
+    torch.testing.assert_close(model.to_module(params)(x), model.apply(params, {}, x)[0])
 
 
 def test_a_second_call_adapts_other_layers_and_merges_both() -> None:

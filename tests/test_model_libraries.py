@@ -148,6 +148,26 @@ def test_plugins_are_asked_for_a_module_before_our_libraries(theirs: ModuleType)
     assert library_of(both(4, 3)) is theirs.LIBRARY
 
 
+def test_a_library_says_which_of_its_layers_have_transposed_weights(theirs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    base = cf.functional(nn.Sequential(Across()))
+    with pytest.raises(cf.InputError, match="'0' is a Across"):
+        cf.lora(base, "0", rank=2)
+    monkeypatch.setattr(theirs, "LIBRARY", attrs.evolve(theirs.LIBRARY, has_transposed_weight=lambda x: type(x) is Across))
+    build_registry.cache_clear()
+    model = cf.lora(base, "0", rank=2)
+    params, x = {name: torch.randn_like(value) for name, value in model.params.items()}, torch.randn(3, 4)
+    assert model.params["0.lora_A"].shape == (2, 4)
+    torch.testing.assert_close(model.to_module(params)(x), model.apply(params, {}, x)[0])
+
+
 def test_a_module_that_two_plugins_own_is_an_error(theirs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(theirs.MORE, "another", attrs.evolve(theirs.LIBRARY, name="another"))
     build_registry.cache_clear()

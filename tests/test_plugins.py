@@ -492,3 +492,126 @@ def test_a_plan_is_called_alike_in_every_process() -> None:
             return {}
 
     assert repr(Mine(("a",))) in build_registry((Mine(("a",)),)).plugins
+
+
+# ---- what code of a plugin raises, or gives ----
+
+
+def breaks(*args: Any, **options: Any) -> Any:
+    raise ZeroDivisionError("of mine")
+
+
+def plugin_with(hook: str, value: Any) -> Any:
+    """An object of a plain class with one hook."""
+    return type("Mine", (), {hook: cf.hookimpl(lambda self: value)})()
+
+
+def sums(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.test_plugins.sums(x)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def operator_of_others() -> Iterator[None]:
+    """An operator for which nobody has a rule."""
+    library = torch.library.Library("test_plugins", "DEF")
+    library.define("sums(Tensor x) -> Tensor")
+    library.impl("sums", lambda x: x.cumsum(-1), "CompositeExplicitAutograd")
+    torch.library.register_fake("test_plugins::sums", torch.empty_like, lib=library)
+    yield
+    library._destroy()
+
+
+KERNEL = {"guard": lambda call: True, "cost_s": lambda call, rates: 1e-9, "workspace_bytes": lambda call: 0, "fn": sums}
+RULE, ON_CPU = r"the rule of test_plugins\.sums from ", r"of the kernel for test_plugins\.sums on cpu from "
+
+
+def kernels(**broken: Any) -> list[cf.ext.Kernel]:
+    return [cf.ext.Kernel("test_plugins.sums", "cpu", **{**KERNEL, **broken})]
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "said"),
+    [
+        ("rules", {"test_plugins.sums.default": breaks}, rf"{RULE}.*breaks failed: ZeroDivisionError: of mine\. Try: "),
+        ("rules", {"test_plugins.sums.default": lambda call: "b"}, rf"{RULE}.* gave 'b', which is no cf.ext.Rule\. Try: "),
+        ("kernels", kernels(guard=breaks), f"guard {ON_CPU}.* failed.* Try: "),
+        ("kernels", kernels(cost_s=breaks), f"cost_s {ON_CPU}.* failed.* Try: "),
+        ("passes", {"mine": breaks}, r"the pass 'mine' from .*breaks failed: ZeroDivisionError: of mine\. Try: "),
+        ("passes", {"mine": lambda program, mesh: None}, r"the pass 'mine' from .* gave None, which is no program\. Try: "),
+        ("passes", {"in_place": lambda program, mesh: program}, "the pass 'in_place' from .* has the name .* Try: 'my_in_place'"),
+    ],
+)
+def test_a_fault_of_a_plugin_names_it_and_its_hook(hook: str, value: Any, said: str, operator_of_others: None) -> None:
+    step = cf.shard(sums, cf.Mesh(dp=2), plugins=[plugin_with(f"colofunc_{hook}", value)])
+    with pytest.raises(cf.PluginError, match=f"colofunc_{hook}: {said}"):
+        step(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("value", [breaks, lambda: 3])
+def test_a_fault_of_a_memory_policy_names_it(value: Any) -> None:
+    plugin = plugin_with("colofunc_memory_policies", {"mine": value})
+    with pytest.raises(cf.PluginError, match=r"colofunc_memory_policies: the policy 'mine' from .* (failed|gave 3).* Try: a constructor"):
+        cf.offload(cf.shard(lambda x: x * 2, cf.Mesh(dp=2), plugins=[plugin]), policy="mine")(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("quantize", "said"),
+    [
+        (breaks, "failed: ZeroDivisionError"),
+        (lambda w: {"data": w}, "gave 'data'"),
+        (lambda w: {"data": w, "scale": 1}, "which are no tensors"),
+    ],
+)
+def test_a_fault_of_a_quantizer_names_it(quantize: Any, said: str) -> None:
+    mine = cf.ext.Quantizer("mine", form="int8", quantize=quantize)
+    step = cf.quantize(lambda w, x: F.linear(x, w["a.weight"]), "mine", plugins=[plugin_with("colofunc_quantizers", {"mine": mine})])
+    wanted = "a dict of the parts of 'int8': 'data', 'scale'"
+    with pytest.raises(cf.PluginError, match=f"quantize of Quantizer 'mine' .*{said}.* Try: {wanted}"):
+        step({"a.weight": torch.ones(4, 4)}, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"), [(breaks, "failed: ZeroDivisionError"), (lambda *_: None, "failed: TypeError"), (lambda *_: ["a"], "gave 'a'")]
+)
+def test_a_fault_of_a_plan_names_it(wishes: Any, said: str) -> None:
+    plan = type("Mine", (), {"axes": ("dp",), "name": "mine", "wishes": wishes})()
+    with pytest.raises(cf.PluginError, match=f"mine: wishes of the plan Mine {said}.* Try: a list of cf.ext.Wish records"):
+        cf.shard(lambda x: x * 2, cf.Mesh(dp=2), plan)(torch.ones(4))
+
+
+def test_a_fault_of_a_schedule_names_it() -> None:
+    mine = attrs.evolve(cf.ext.schedule_named("1f1b"), name="mine", make=breaks)
+    with pytest.raises(cf.PluginError, match=r"colofunc_schedules: the table of the schedule 'mine' failed: ZeroDivisionError.* Try: "):
+        mine.table(2, 4)
+
+
+def test_errors_of_this_project_pass_through_a_plugin() -> None:
+    def refuses(program: Any, mesh: cf.Mesh) -> Any:
+        raise cf.PlanError("mine cannot do this")
+
+    with pytest.raises(cf.PlanError, match="mine cannot do this"):
+        cf.shard(lambda x: x * 2, cf.Mesh(dp=2), plugins=[plugin_with("colofunc_passes", {"mine": refuses})])(torch.ones(4))
+
+
+@pytest.mark.parametrize("plugin", [types.SimpleNamespace(), attrs.make_class("Mine", ["x"])(1), {}])
+def test_a_plugin_that_cannot_be_hashed_is_an_error(plugin: Any) -> None:
+    said = f"a plugin of type {type(plugin).__name__} cannot be hashed.* Try: a module; an object of a plain class"
+    with pytest.raises(cf.PluginError, match=f"cf.shard: {said}"):
+        cf.shard(lambda x: x, cf.Mesh(), plugins=[plugin])
+    with pytest.raises(cf.PluginError, match=f"cf.quantize: {said}"):
+        cf.quantize(lambda x: x, "int8", plugins=[plugin])
+    with pytest.raises(cf.PluginError, match=f"cf.configure: {said}"):
+        cf.configure({}, plugins=[plugin])
+    with pytest.raises(cf.PluginError, match=f"cf.topology: {said}"):
+        cf.topology("ideal", plugins=(plugin,))
+
+
+def test_one_plugin_in_place_of_a_list_is_an_error() -> None:
+    with pytest.raises(cf.PluginError, match=r"cf.shard: plugins=<.*> is no list of plugins\. Try: plugins=\[\.\.\.\]"):
+        cf.shard(lambda x: x, cf.Mesh(), plugins=plugin_with("colofunc_passes", {}))  # type: ignore[arg-type]
+
+
+def test_an_object_without_a_text_of_its_own_goes_by_its_type() -> None:
+    with pytest.raises(cf.PluginError, match=r"colofunc_rules of plugin '[\w.]*Mine': the value of 'a.b' is 3"):
+        build_registry((plugin_with("colofunc_rules", {"a.b": 3}),))
+    assert any(name.endswith(".Mine") for name in build_registry((plugin_with("colofunc_rules", {}),)).plugins)

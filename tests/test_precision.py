@@ -160,6 +160,57 @@ class Normed(nn.Module):
         return x
 
 
+def by_position(params_at: int) -> Callable[..., Any]:
+    """A step by hand whose weights are argument 0 or 1; it returns them second."""
+    module = net()
+
+    def step(*args):
+        params, x = args[params_at], args[1 - params_at]
+        loss, grads = cf.value_and_grad(lambda p: functional_call(module, p, (x,)).square().mean())(params)
+        return loss, {name: value - 0.1 * grads[name] for name, value in params.items()}
+
+    return step
+
+
+@pytest.mark.parametrize("params_at", [0, 1])
+@pytest.mark.parametrize("rows", [F32, BF16])
+def test_weights_are_widened_in_whichever_argument_they_stand_and_the_batch_is_not(params_at: int, rows: torch.dtype) -> None:
+    """Weights of a user's own, which carry no role: what the step does with them says what they are."""
+    params = {name: value.detach().to(BF16) for name, value in net().named_parameters()}
+    x = torch.randn(8, 8).to(rows)
+    step = cf.precision(cf.shard(by_position(params_at), cf.Mesh(dp=2)), "bf16")
+    args = (params, x) if params_at == 0 else (x, params)
+    for again in range(2):
+        low = step.lower(*args)
+        dtypes = {low.program.values[id].role: low.program.values[id].dtype for id in low.program.inputs}
+        assert dtypes["param"] is F32 and dtypes["batch"] is rows
+        new = step(*args)[1]
+        assert {value.dtype for value in new.values()} == {F32}, again
+        args = (new, x) if params_at == 0 else (x, new)  # DTensors, which carry their role
+
+
+def test_weights_that_carry_their_role_keep_it_when_they_are_widened() -> None:
+    model = cf.functional(net().to(BF16))
+    low = cf.precision(lambda x, w: functional_call(model.module, w, (x,)), "bf16").lower(torch.randn(8, 8), model.params)
+    assert {value.role for value in low.plan.inputs if value.name.startswith("w.")} == {"param"}
+    assert {low.program.values[id].dtype for id in low.program.inputs} == {F32}
+
+
+def test_rows_that_come_back_narrow_are_no_state() -> None:
+    model = cf.functional(nn.Linear(16, 16))
+    out = cf.precision(cf.shard(lambda x, w: model.apply(w, {}, x)[0], cf.Mesh(dp=2)), "bf16")(torch.ones(4, 16), model.params)
+    assert out.dtype is BF16
+
+
+def test_a_state_in_any_argument_that_would_lose_its_master_is_an_error() -> None:
+    def step(x, params):
+        loss, grads = cf.value_and_grad(lambda p: (x @ p["w"]).square().mean())(params)
+        return loss, {"w": (params["w"] - grads["w"]).to(BF16)}
+
+    with pytest.raises(cf.InputError, match=r"returns w as torch.bfloat16 and was given torch.float32"):
+        cf.precision(step, "bf16").lower(torch.ones(2, 3), {"w": torch.ones(3, 3)})
+
+
 def test_batch_norm_keeps_its_statistics_and_weights_in_float32() -> None:
     module = Normed()
     step_fn, state = training(module)

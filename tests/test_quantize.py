@@ -788,3 +788,49 @@ def test_a_tied_weight_that_goes_by_another_name_is_said_by_both() -> None:
     with pytest.raises(cf.InputError, match=re.escape(says)):
         cf.quantize(forward, "int8", where="head.weight").lower(model.params, ids)
     cf.quantize(forward, "int8", where="table.weight").lower(model.params, ids)
+
+
+@pytest.mark.parametrize("given", ["params", "parameters", "placed"])
+def test_weights_that_say_so_are_quantized_in_any_argument(given: str) -> None:
+    torch.manual_seed(0)
+    model = cf.functional(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    x = torch.randn(8, 64)
+
+    def first(w, x):
+        return model.apply(w, {}, x)[0]
+
+    def second(x, w):
+        return model.apply(w, {}, x)[0]
+
+    weights = dict(model.params)
+    if given == "parameters":
+        weights = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
+    if given == "placed":
+        weights = cf.shard(first, cf.Mesh(dp=2)).init(weights, x)
+    want = cf.quantize(cf.shard(first, cf.Mesh(dp=2)), "int8")(model.params, x).full()
+    step = cf.quantize(cf.shard(second, cf.Mesh(dp=2)), "int8")
+    assert torch.equal(step(x, weights).full(), want)
+    assert {leaf.role for leaf in step.lower(x, weights).plan.inputs if leaf.name.startswith("w.0.weight")} == {"frozen"}
+
+
+def test_weights_that_say_nothing_are_looked_for_in_argument_0() -> None:
+    model = cf.functional(nn.Sequential(nn.Linear(64, 64)))
+    weights = {name: value.clone() for name, value in model.params.items()}
+    said = (
+        r"where='\*.weight' matches '0.weight' of argument 1, which does not say that it is a weight.* "
+        r"Try: cf.functional\(module\).params or an nn.Parameter.*or the weights as argument 0"
+    )
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(lambda x, w: model.apply(w, {}, x)[0], "int8").lower(torch.randn(8, 64), weights)
+
+
+def test_a_quantized_state_leaves_weights_beside_it_as_they_are() -> None:
+    """What trains beside it has weights of the same names: only the argument with the first ones is meant."""
+    base, head = cf.functional(nn.Sequential(nn.Linear(64, 64))), cf.functional(nn.Sequential(nn.Linear(64, 64)))
+
+    def step(frozen, trained, x):
+        return cf.value_and_grad(lambda p: head.apply(p, {}, base.apply(frozen, {}, x)[0])[0].square().mean())(trained)
+
+    low = cf.quantize(step, "int8").lower(base.params, head.params, torch.randn(8, 64))
+    dtypes = {leaf.name: low.program.values[id].dtype for leaf, id in zip(low.plan.inputs, low.program.inputs)}
+    assert dtypes["frozen.0.weight"] is torch.int8 and dtypes["trained.0.weight"] is torch.float32

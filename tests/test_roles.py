@@ -104,6 +104,43 @@ def test_what_functional_made_is_known_in_any_place_of_a_step_that_marks_nothing
     assert found and all(role == of[name[: len("given.0")]] for name, role in found.items())
 
 
+class Graph(nn.Module):
+    """A graph convolution: the adjacency is multiplied with rows of the batch from the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, dtype=D), nn.Linear(8, 4, dtype=D)
+
+    def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
+        return adjacency @ self.second(torch.relu(self.first(adjacency @ x)))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_rows_beside_weights_that_carry_their_role_are_no_weights(order: tuple[int, ...]) -> None:
+    model = cf.functional(Graph())
+
+    def forward(*given: Any) -> Tensor:
+        weights, adjacency, x = (given[order.index(k)] for k in range(3))
+        return torch.func.functional_call(model.module, weights, (adjacency, x))
+
+    def step(*given: Any) -> Any:
+        at = order.index(0)
+        return cf.value_and_grad(lambda w: forward(*given[:at], w, *given[at + 1 :]).sum())(given[at])
+
+    parts = [model.params, torch.rand(4, 4, dtype=D), rows()]
+    args = tuple(parts[k] for k in order)
+    low = cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp")).lower(*args)
+    found = {leaf.name: leaf.role for leaf in low.plan.inputs}
+    of = {f"given.{place}": ("param", "batch", "batch")[k] for place, k in enumerate(order)}
+    assert found and all(role == of[name[: len("given.0")]] for name, role in found.items())
+    # Rows that an evaluation has placed are not taken for weights by the step that trains.
+    if order[0] == 2:
+        evaluation, training = (cf.shard(fn, cf.Mesh(dp=2)) for fn in (forward, step))
+        placed = evaluation.init(*args)
+        assert placed.role == ""
+        assert {leaf.role for leaf in training.lower(placed, *args[1:]).plan.inputs if leaf.name == "given.0"} == {"batch"}
+
+
 def test_a_gradient_of_the_batch_by_hand_leaves_it_the_batch() -> None:
     model = cf.functional(models.Mlp(8, 16).double())
     def forces(x: Tensor, w: Any) -> Any:

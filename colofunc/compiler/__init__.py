@@ -20,6 +20,7 @@
       rank_agreement, replica_check what ranks agree on before they run, and copies that should be equal
     what several transforms share
       microbatches, pipeline_stages parts of the batch; stages on the ranks of an axis
+      weight_arguments              weights among the arguments of a step
       weight_quantization, quantized_weights, scheme_decision
                                     weights in few bits
       saved_activations, packed_caches, gathers, wire

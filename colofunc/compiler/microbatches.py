@@ -237,11 +237,11 @@ def _stay(
 
 
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
-    """The argument that is the batch."""
+    """The argument that is the batch: that which is named, else by the roles of its leaves."""
     arguments = traced.in_tree.children
     names = [argument.name for argument in arguments]
     if batch is None:
-        batch = min(1, len(arguments) - 1)
+        return _known_batch(traced)
     if isinstance(batch, str):
         if batch not in names:
             raise InputError(f"batch={batch!r} names no argument{near(batch, names, 'arguments')}")
@@ -254,6 +254,29 @@ def _argument(traced: Traced, batch: int | str | None) -> Tree:
     return arguments[batch]
 
 
+def _known_batch(traced: Traced) -> Tree:
+    """The first argument of which all leaves are the batch by their roles, else the first with such a leaf among
+    others; of one argument, that one.
+
+    Raises InputError where there is none.
+    """
+    arguments = traced.in_tree.children
+    if len(arguments) == 1:
+        return arguments[0]
+    if traced.knows_no_weights:
+        return arguments[1]  # all of them look like the batch, and weights come first more often than not
+    values = dict(zip(traced.names, (traced.program.values[id] for id in traced.program.inputs), strict=False))
+    for all_or_any in (all, any):
+        for argument in arguments:
+            leaves = [values[name] for name in argument.names() if values[name].shape]
+            if leaves and all_or_any(leaf.role == "batch" for leaf in leaves):
+                return argument
+    raise InputError(
+        "no argument of the step has rows of the batch, by the roles of its leaves. Try: batch= one of "
+        f"{', '.join(repr(argument.name) for argument in arguments)}"
+    )
+
+
 def _leaves(batch: int | str | None, traced: Traced) -> dict[str, tuple[int, ...]]:
     """Name -> global shape of the leaves whose dim 0 is the batch: the leading size that most of them have."""
     argument = _argument(traced, batch)
@@ -264,7 +287,9 @@ def _leaves(batch: int | str | None, traced: Traced) -> dict[str, tuple[int, ...
         if value.name in names and value.shape:
             shapes[value.name] = value.shape
     if not shapes:
-        raise InputError(f"argument {argument.name!r} has no tensor with a dim 0 to split; name the batch with batch=")
+        raise InputError(
+            f"argument {argument.name!r} has no tensor with a dim 0 to split. Try: batch= another argument"
+        )
     leaves_with = Counter(shape[0] for shape in shapes.values())
     rows = max(leaves_with, key=lambda size: (leaves_with[size], size))
     return {name: shape for name, shape in shapes.items() if shape[0] == rows}

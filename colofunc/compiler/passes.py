@@ -16,19 +16,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import unified_diff
 from functools import partial
+from typing import Any
 
 import attrs
 
 from colofunc import env
 from colofunc.compiler.transform import Rewrite
-from colofunc.errors import PlanError, PluginError, near
+from colofunc.errors import PlanError, PluginError, near, plugin_faults
 from colofunc.mesh import Mesh
-from colofunc.plugins.registry import name_of
+from colofunc.plugins import name_of
 from colofunc.program.ir import Program
 from colofunc.program.text import text
 
 REWRITES = ("reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates", "squares", "one_call")
 """Passes of our own that can be left out: a program is right without them, only slower or larger."""
+OURS = frozenset((
+    *REWRITES, "trace", "simplify", "lift", "as_read", "lower", "alternatives", "kernels", "cut", "searches",
+    "stage_sums", "moves", "order",
+))  # fmt: skip
+"""All passes of our own."""
 
 
 @attrs.frozen(eq=False)
@@ -68,20 +74,28 @@ def run_passes(
 
 
 def passes_of_plugins(by_name: Mapping[str, Rewrite], mesh: Mesh) -> list[Pass]:
-    """In the order of their names."""
+    """In the order of their names. Raises PluginError for one that is called as a pass of our own."""
+    for name in by_name:
+        if name in OURS:
+            raise PluginError(
+                f"colofunc_passes: the pass {name!r} from {name_of(by_name[name])} has the name of a pass of colofunc, "
+                f"so that low.after({name!r}) and COLOFUNC_PASSES=-{name} would mean both. Try: {'my_' + name!r}"
+            )
     return [Pass(name, partial(_by_plugin, name, by_name[name], mesh)) for name in sorted(by_name)]
 
 
 def _by_plugin(name: str, rewrite: Rewrite, mesh: Mesh, program: Program) -> Program:
-    """Raises PluginError where a plugin's pass gives no program, or one with other inputs or outputs."""
-    written = rewrite(program, mesh)
-    who = f"pass {name!r} of a plugin ({name_of(rewrite)})"
-    if not isinstance(written, Program):
-        raise PluginError(f"{who} gave {written!r}. Try: return the program that an Editor's done() gives")
-    fault = interface_fault(program, written)
+    """Raises PluginError where a plugin's pass fails, or gives no program, or one with other inputs or outputs."""
+    what = f"colofunc_passes: the pass {name!r} from {name_of(rewrite)}"
+    remedy = f"return program where there is nothing to do; COLOFUNC_PASSES=-{name}, which leaves it out"
+    with plugin_faults(what, remedy):
+        rewritten: Any = rewrite(program, mesh)
+    if not isinstance(rewritten, Program):
+        raise PluginError(f"{what} gave {rewritten!r}, which is no program. Try: {remedy}")
+    fault = interface_fault(program, rewritten)
     if fault:
-        raise PluginError(f"{who} {fault}")
-    return written
+        raise PluginError(f"{what} {fault}")
+    return rewritten
 
 
 def left_out(names: Sequence[str]) -> frozenset[str]:

@@ -79,7 +79,9 @@ class SchemeDecision:
     def open(self, args: tuple[Any, ...]) -> OpenChoices:
         """A state that is quantized already is taken as it is."""
         weights = self.weights
-        kept = {name: leaf for name, leaf in found_in(args[0] if args else ()) if isinstance(leaf, Quantized)}
+        kept: dict[str, Quantized] = {}
+        for argument in args:
+            kept |= {name: leaf for name, leaf in found_in(argument) if isinstance(leaf, Quantized)}
         if kept:
             weights = tuple(_as_kept(weight, kept, self.registered) for weight in weights)
         tried: list[Tried] = []

@@ -23,6 +23,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
+from colofunc.planner.plan import Plan
 from colofunc.program.tracing.meta import active_stacks, user_line
 from colofunc.program.tracing.tree import flatten, map_tensors, unflatten
 
@@ -68,6 +69,8 @@ class Staged:
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """Argument 0 placed as this step wants it; the others may be `cf.abstract` examples."""
+        if not args and not kwargs:
+            raise InputError("step.init was given no argument to place. Try: step.init(state, *batch)")
         step, args = self._ready(args, kwargs)
         return step.compiler.init(step, args)
 
@@ -124,6 +127,11 @@ class Staged:
 
     def with_plan(self, plan: Any) -> Staged:
         """The same step, deciding as `plan` did wherever it speaks."""
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(
+                f"step.with_plan was given {plan!r}, which is no plan. Try: cf.Plan.load(path), or the .plan of a "
+                "lowered step"
+            )
         return attrs.evolve(self, plan=plan, compiler=self.compiler.another())
 
     @property
@@ -182,11 +190,12 @@ class Staged:
         return stepped
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-        """The arguments of a call by position, argument 0 with everything that the transforms keep in it."""
+        """The arguments of a call by position, with everything that the transforms keep in them."""
         args = _positional(self.fn, args, kwargs or {})
         if not args or not any(transform.grow is not None for transform in self.transforms):
             return args
-        return (through("grow", self.build.evolve(state=args[0])).state, *args[1:])
+        grown = through("grow", self.build.evolve(state=args[0], others=args[1:]))
+        return (grown.state, *grown.others)
 
     def transform(self, name: str) -> Transform | None:
         """One transform of the chain, if it is there."""

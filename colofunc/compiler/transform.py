@@ -138,7 +138,7 @@ class Build:
     `transforms`: all of the chain, in the order of the hooks.
     `mesh`: with the figures that a plan counts by, from the trace on.
     `fn`: the step function (changed by `wrap`).
-    `state`: argument 0 of a call (`grow`).
+    `state`: argument 0 of a call (`grow`). `others`: the arguments behind it (`grow`).
     `program`: the global one (`rewrite_global`), or in `rewrite_local` one rank's.
     `traced`: names and trees of arguments and results.
     `registry`: what plugins bring.
@@ -157,6 +157,7 @@ class Build:
     # What is not known yet is None: no hook runs so early that asks for it.
     fn: Callable[..., Any] = None  # type: ignore[assignment]
     state: Any = None
+    others: tuple[Any, ...] = ()
     program: Program = None  # type: ignore[assignment]
     traced: Traced = None  # type: ignore[assignment]
     registry: Registry = None  # type: ignore[assignment]
@@ -232,6 +233,7 @@ class Transform:
 
     `wrap`: puts something around `build.fn` before it is traced, and before the single-device reference runs it.
     `grow`: argument 0 with what the transform keeps in it, at every call; a state that has it already comes back as is.
+    The other arguments (`build.others`) may be changed as well, but for how many they are.
     `rewrite_global`: changes the traced program before anything is placed; inputs and outputs stay what they are.
     `constrain`: adds what the planner may not decide otherwise.
     `candidates`: adds ways to finish a program.

@@ -5,9 +5,10 @@ the traced program a product that reads it reads the packed tensors instead, for
 weight is left (`program/passes/packed_reads.py`). Another use (a table of embeddings, a convolution, a transposed
 product) has it widened in front.
 
-Which weights: those of argument 0 that are meant (`grow`; the state has a `Quantized` in their place from then on), and
-the frozen weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the
-model. A weight that the step changes is an error: what is trained are adapters beside it (`cf.lora`).
+Which weights: those that are meant of the arguments that say to have some, else of argument 0 (`grow`; the state has a
+`Quantized` in their place from then on), and the frozen weights of a model that the step captures (`wrap`), which are
+read packed and stay what they are in the model. A weight that the step changes is an error: what is trained are
+adapters beside it (`cf.lora`).
 
 Some schemes round the inputs of linear layers too, or divide them by a scale: a function mode around the step does
 (`ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same. Rounded to int8 or float8
@@ -28,6 +29,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.compiler.quantized_weights import Schemes, WeightPacking
 from colofunc.compiler.transform import Build, Transform
+from colofunc.compiler.weight_arguments import says_weight
 from colofunc.errors import InputError, near
 from colofunc.mesh.sizes import size_text
 from colofunc.ops import fp8, fp8_products, int8_products
@@ -116,12 +118,35 @@ def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
 
 
 def _grown(weights: WeightPacking, build: Build) -> Build:
-    """Argument 0 with the weights that are meant quantized."""
+    """The arguments with the weights that are meant quantized."""
+    arguments = [build.state, *build.others]
+    for place in _with_weights(weights, arguments):
+        arguments[place] = _with_packed(weights, arguments[place])
+    return build.evolve(state=arguments[0], others=tuple(arguments[1:]))
+
+
+def _with_weights(weights: WeightPacking, arguments: Sequence[Any]) -> list[int]:
+    """The places of the arguments whose weights are quantized.
+
+    Argument 0, if what is meant there says itself that it is a weight, or if nothing that is meant anywhere does; a
+    weight of a user's own does not. Else those where it does.
+    """
+    found: list[int] = []
+    for place, argument in enumerate(arguments):
+        for name, leaf in found_in(argument):
+            if isinstance(leaf, Quantized) or (weights.meant(name, leaf) and says_weight(leaf)):
+                found.append(place)
+                break
+    return [0] if not found or found[0] == 0 else found
+
+
+def _with_packed(weights: WeightPacking, argument: Any) -> Any:
+    """An argument with the weights that are meant quantized. Raises InputError where one is tied to another."""
     meant: dict[int, str] = {}
-    for name, leaf in found_in(build.state):
+    for name, leaf in found_in(argument):
         if isinstance(leaf, Tensor) and weights.meant(name, leaf):
             meant[id(leaf)] = name
-    for name, leaf in found_in(build.state):
+    for name, leaf in found_in(argument):
         if id(leaf) in meant and isinstance(leaf, Tensor) and not weights.meant(name, leaf):
             raise InputError(
                 f"cf.quantize: {meant[id(leaf)]!r} is tied to {name!r}, which where= leaves as it is, so that the two "
@@ -133,7 +158,7 @@ def _grown(weights: WeightPacking, build: Build) -> Build:
             return weights.checked(name, leaf)
         return weights.packed(name, leaf) if id(leaf) in meant else leaf
 
-    return build.evolve(state=mapped(pack, build.state))
+    return mapped(pack, argument)
 
 
 # ---- the step ----
@@ -145,7 +170,7 @@ def _wrapped(weights: WeightPacking, build: Build) -> Build:
     @wraps(fn)
     def stepped(*args: Any) -> Any:
         given = _Given(weights)
-        opened_args = [mapped(given.open, argument) for argument in args]
+        opened_args = [mapped(partial(given.open, place), argument) for place, argument in enumerate(args)]
         with given.reading(), given.rounding():
             out = fn(*opened_args)
         given.check_written()
@@ -173,16 +198,19 @@ class _Given:
     def __init__(self, weights: WeightPacking) -> None:
         self.weights = weights
         self.names: dict[str, None] = {}  # of all weights that the run has met
+        self.unsaid: dict[str, int] = {}  # name of what was not packed, as it does not say what it is -> its argument
         self.quantized: dict[str, None] = {}
         self.widened: dict[int, _Widened] = {}  # by the id of the tensor that the code was given
         # id of a quantized weight -> the scheme that rounds its inputs
         self.rounding_of: dict[int, Quantizer | None] = {}
 
-    def open(self, name: str, leaf: Any) -> Any:
-        """What the step's code is given for a leaf of its arguments."""
+    def open(self, place: int, name: str, leaf: Any) -> Any:
+        """What the step's code is given for a leaf of argument `place`."""
         if name:  # an argument that is a tensor itself has none
             self.names[name] = None
         if not isinstance(leaf, Quantized):
+            if place > 0 and self.weights.meant(name, leaf):
+                self.unsaid.setdefault(name, place)
             return leaf
         self.quantized[name] = None
         mark_role("frozen", leaf.tensors)
@@ -257,15 +285,22 @@ class _Given:
                     f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. "
                     f"Try: where={first!r}, which quantizes it wherever it is read"
                 )
+        for name, place in self.unsaid.items():
+            if matches(name, glob):
+                raise InputError(
+                    f"cf.quantize: where={glob!r} matches {name!r} of argument {place}, which does not say that it is a "
+                    "weight, and tensors that do not are looked for in argument 0. Try: cf.functional(module).params or an "
+                    "nn.Parameter, which say it in any argument; or the weights as argument 0"
+                )
         for name in self.names:
             if matches(name, glob):
                 raise InputError(
                     f"cf.quantize: where={glob!r} matches {name!r}, which is no weight: these have two dims and more of "
-                    "floating numbers, and are in argument 0 or frozen in a model. Try: where='*.weight'"
+                    "floating numbers, and are in an argument or frozen in a model. Try: globs of such weights"
                 )
         if not self.names:
             raise InputError(
-                f"cf.quantize: where={glob!r} matches no weight: argument 0 has none by name, and the step reads no frozen "
+                f"cf.quantize: where={glob!r} matches no weight: no argument has one by name, and the step reads no frozen "
                 "ones. Try: model = cf.functional(module, trainable=()), and model.apply in the step; or the weights as "
                 "argument 0"
             )

@@ -35,7 +35,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.offload.policies import MemoryPolicy
 from colofunc.planner.recompute.policies import RecomputePolicy, every, save_only
 from colofunc.planner.wishes.wish import NamedPlan
-from colofunc.plugins import Registry, build_registry
+from colofunc.plugins import Registry, build_registry, given_plugins
 from colofunc.spec.spec import bind as bind_spec
 from colofunc.spec.spec import parse
 from colofunc.transforms.shard import shard
@@ -342,7 +342,8 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     Raises ConfigError, whose message begins with the file and line.
     """
     root = read_source(source)
-    registry = build_registry(tuple(plugins))
+    plugins = given_plugins(plugins, "cf.configure")
+    registry = build_registry(plugins)
     known = _transforms(registry)
     entries = _without_aliases(root, registry)
     wanted = list(read_plans(entries["parallel"], registry, (*known, *OWN_KEYS))) if "parallel" in entries else []
@@ -361,7 +362,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     mesh = _mesh(entries, wanted)
     wanted = [one.check(registry, mesh) for one in wanted]
     plans, texts = tuple(one.plan for one in wanted), tuple(one.text for one in wanted)
-    sharding = _sharding(entries.get("shard"), root, tuple(plugins), mesh)
+    sharding = _sharding(entries.get("shard"), root, plugins, mesh)
     clip, clip_node = _clip(entries.get("clip"))
     chain = Chain(mesh, plans, sharding, tuple(transforms), clip, _executor(entries), texts, clip_node)
     chain.apply(_nothing, clips=True)  # transforms only record what they are told, so this costs nothing

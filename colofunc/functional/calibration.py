@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from colofunc.compiler.staged import Staged
+from colofunc.compiler.weight_arguments import named_tensors
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.ops import canonical, input_scales
@@ -36,7 +37,6 @@ from colofunc.ops.quantized_inputs import WeightNames, linear_inputs
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.meta import active_stacks
-from colofunc.program.tracing.tree import walk
 
 Values = Mapping[str, Tensor]  # weight's name -> what was measured of its inputs
 
@@ -93,7 +93,7 @@ def input_moments(
     """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x of its linear layers'
     inputs}.
 
-    where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i)
+    where: globs over the names of weights, in the arguments or frozen in a model, as in `cf.quantize`. Moments are (i, i)
     for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no
     weight of a linear layer.
     """
@@ -146,7 +146,7 @@ def _measuring(
     @wraps(step_fn)
     def measured(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         seen = MeasuredWeights(statistic, globs)
-        seen.note_all(args[0] if args else {})
+        seen.note_all((*args, *kwargs.values()))
         with as_a_step(), reading(seen.frozen, lambda wide, weight: None), linear_inputs(seen.name, seen.see):
             step_fn(*args, **kwargs)
         return seen.result()
@@ -163,11 +163,14 @@ class MeasuredWeights(WeightNames):
         self.globs = globs
         self.values: dict[str, Tensor] = {}
 
-    def note_all(self, state: Any) -> None:
-        """The weights of argument 0."""
-        for name, leaf in walk(state):
-            if isinstance(leaf, Tensor):
+    def note_all(self, arguments: Sequence[Any]) -> None:
+        """The weights among the arguments; of several with one name (a student's and a teacher's) the first."""
+        known: set[str] = set()
+        for argument in arguments:
+            found = [(name, leaf) for name, leaf in named_tensors([argument]) if name not in known]
+            for name, leaf in found:
                 self.note(name, leaf)
+            known.update(name for name, _ in found)
 
     def see(self, x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -184,7 +187,7 @@ class MeasuredWeights(WeightNames):
         seen = list(seen)
         for glob in self.globs:
             if not any(matches(name, glob) for name in seen):
-                names = [name for _, name in self.names.values()]
+                names = [name for _, name in self.names.values() if name]
                 raise InputError(
                     f"{self.statistic.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}"
                 )

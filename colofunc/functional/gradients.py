@@ -43,7 +43,10 @@ def value_and_grad(
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= n < len(args) for n in chosen):
-            raise InputError(f"value_and_grad: argnums {argnums} of a call with {len(args)} positional arguments")
+            numbers = f"numbers from 0 to {len(args) - 1}" if args else "by position what is differentiated"
+            raise InputError(
+                f"value_and_grad: argnums={argnums} of a call with {len(args)} positional arguments. Try: {numbers}"
+            )
         inner = _DEPTH.get() > 0
         token = _DEPTH.set(_DEPTH.get() + 1)
         try:

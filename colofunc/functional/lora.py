@@ -6,7 +6,8 @@
 
 A chosen layer computes `layer(x) + alpha / rank * (x A^T) B^T`, with A (rank, in) random and B (out, rank) zero (Hu et
 al. 2021, "LoRA", section 4.1). The user's module stays as it is: adapters live on a copy of its structure that shares
-its tensors, added by a forward hook, so a layer of any class that maps (..., in) to (..., out) will do.
+its tensors, added by a forward hook. Layers are `nn.Linear` and its subclasses, and those that a library of models says to
+be linear layers with a weight (in, out) (`colofunc_model_libraries`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from colofunc.errors import InputError, near
 from colofunc.functional.adapters import Adapter
+from colofunc.functional.checkpoint.libraries import has_transposed_weight
 from colofunc.functional.modules import Model
 from colofunc.planner.plan import matches
 from colofunc.program.lazy import LazyTensor
@@ -42,7 +44,10 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
         )
     paths = _chosen(model.module, (where,) if isinstance(where, str) else tuple(where))
     module = _shared_copy(model.module)
-    adapters = [Adapter(path, rank, alpha, dropout, _is_transposed(model.module.get_submodule(path))) for path in paths]
+    adapters: list[Adapter] = []
+    for path in paths:
+        transposed = has_transposed_weight(model.module.get_submodule(path))
+        adapters.append(Adapter(path, rank, alpha, dropout, transposed))
     frozen = {**model.frozen, **model.params}
     for path in paths:
         other = _other_place(model.module, path)
@@ -77,7 +82,9 @@ def _chosen(module: nn.Module, globs: tuple[str, ...]) -> list[str]:
         if any(matches(path, glob) for path in linear):
             continue
         hit = next((path for path in others if matches(path, glob)), None)
-        why = f"; {hit!r} is a {others[hit]}" if hit is not None else near(glob, linear)
+        why = near(glob, linear)
+        if hit is not None:
+            why = f"; {hit!r} is a {others[hit]}. Try: globs of layers that are nn.Linear or a subclass of it"
         raise InputError(f"lora: where={glob!r} matches no linear layer{why}")
     chosen: list[str] = []
     for path in linear:
@@ -103,14 +110,9 @@ def _features(layer: nn.Module) -> Any:
     weight = layer.__dict__.get("_parameters", {}).get("weight")
     if weight is None or weight.dim() != 2:
         return None
-    if isinstance(layer, nn.Linear):
-        return tuple(weight.shape)
-    return tuple(reversed(weight.shape)) if _is_transposed(layer) else None
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """A linear layer whose weight is (in, out): a convolution over one position, as transformers' older models have."""
-    return type(layer).__name__ == "Conv1D"
+    if has_transposed_weight(layer):
+        return tuple(reversed(weight.shape))
+    return tuple(weight.shape) if isinstance(layer, nn.Linear) else None
 
 
 def _adapter(scale: float, dropout: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:

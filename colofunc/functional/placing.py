@@ -221,6 +221,13 @@ class Placer:
         if self.weights is not None or decides(tree, leaves, self.fill):
             return
         names = tree.names()
+        if names == ("",):
+            raise InputError(
+                "a batch of this loader needs added rows (a short one, or one that "
+                f"{self.rows.whole_multiple} does not divide), and one tensor alone has nothing that tells a loss to "
+                'leave them out. Try: batches that are dicts, such as {"x": x}, with weights="weight"; short="drop"; or a '
+                'batch size that divides (short="keep")'
+            )
         integers = [name for name, x in zip(names, leaves, strict=True) if not x.dtype.is_floating_point]
         labels = integers[-1] if integers else names[-1]  # most likely
         raise InputError(

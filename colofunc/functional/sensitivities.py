@@ -171,7 +171,7 @@ def sensitivities(
     @wraps(loss_fn)
     def measured(*args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
         seen = _Gradients(globs, rounding)
-        seen.note_all(args[0] if args else {})
+        seen.note_all((*args, *kwargs.values()))
         with as_a_step(), torch.enable_grad(), reading(seen.frozen, lambda wide, weight: None):
             with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)

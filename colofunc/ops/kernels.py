@@ -25,6 +25,7 @@ import attrs
 import numpy as np
 import torch
 
+from colofunc.errors import ColofuncError, PluginError, plugin_error
 from colofunc.ops.targets import overload
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,6 +109,38 @@ class Kernel:
     fn: Callable[..., Any]
     on_host: tuple[str, ...] = ()
 
+    def accepts(self, call: KernelCall) -> bool:
+        """What `guard` says. Raises PluginError where it fails, as do `seconds` and `workspace`."""
+        try:
+            return bool(self.guard(call))
+        except ColofuncError:
+            raise
+        except Exception as error:
+            raise self._fault("guard", "a guard that returns False for calls that it does not know", error) from error
+
+    def seconds(self, call: KernelCall, rates: Rates) -> float:
+        """What `cost_s` says."""
+        try:
+            return float(self.cost_s(call, rates))
+        except ColofuncError:
+            raise
+        except Exception as error:
+            raise self._fault("cost_s", "a number of seconds for every call that guard accepts", error) from error
+
+    def workspace(self, call: KernelCall) -> int:
+        """What `workspace_bytes` says."""
+        try:
+            return int(self.workspace_bytes(call))
+        except ColofuncError:
+            raise
+        except Exception as error:
+            raise self._fault("workspace_bytes", "a number of bytes, 0 where it needs none", error) from error
+
+    def _fault(self, question: str, remedy: str, error: Exception) -> PluginError:
+        given = getattr(self.fn, "__module__", type(self.fn).__module__)
+        what = f"colofunc_kernels: {question} of the kernel for {self.target} on {self.device} from {given}"
+        return plugin_error(what, remedy, error)
+
 
 Table = Mapping[tuple[str, str], Sequence[Kernel]]
 
@@ -152,9 +185,9 @@ def table_of(kernels: Iterable[Kernel]) -> Table:
 
 def choose(candidates: Sequence[Kernel], call: KernelCall, rates: Rates | None = None) -> Kernel | None:
     """The cheapest of those whose guard agrees, the first of equals; None where none does."""
-    able = [kernel for kernel in candidates if kernel.guard(call)]
+    able = [kernel for kernel in candidates if kernel.accepts(call)]
     given = A_DEVICE if rates is None else rates
-    return min(able, key=lambda kernel: kernel.cost_s(call, given), default=None)
+    return min(able, key=lambda kernel: kernel.seconds(call, given), default=None)
 
 
 def for_tensors(

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.errors import InputError
+from colofunc.errors import InputError, PluginError, plugin_faults
 from colofunc.ops.fp8_products import FORMS as FLOAT8_FORMS
 from colofunc.ops.quantized import (
     FORMATS,
@@ -184,9 +184,17 @@ class Quantizer:
         )
 
     def _numbers(self, rows: Tensor, whole: Whole) -> dict[str, Tensor]:
-        """The parts of some rows."""
+        """The parts of some rows. Raises PluginError where `quantize` fails, or gives other parts."""
         rows = _scaled(rows, whole.input_scale)
-        return dict(self.quantize(rows, whole.largest) if self.by_largest else self.quantize(rows))
+        what = f"colofunc_quantizers: quantize of Quantizer {self.name!r}"
+        wanted = f"a dict of the parts of {self.form!r}: {', '.join(map(repr, self.format.parts))}"
+        with plugin_faults(what, wanted):
+            parts = dict(self.quantize(rows, whole.largest) if self.by_largest else self.quantize(rows))
+        wrong = [name for name, part in parts.items() if not isinstance(part, Tensor)]
+        if parts.keys() != set(self.format.parts) or wrong:
+            has = ", ".join(map(repr, parts)) or "nothing"
+            raise PluginError(f"{what} gave {has}{', which are no tensors' if wrong else ''}. Try: {wanted}")
+        return parts
 
     def _whole(self, matrix: Tensor) -> Whole:
         """What the scheme asks of all rows of a weight."""

@@ -2,6 +2,6 @@
 
 from colofunc.plugins.hookspecs import hookimpl
 from colofunc.plugins.operators import operator
-from colofunc.plugins.registry import Registry, bringing, build_registry, topology
+from colofunc.plugins.registry import Registry, bringing, build_registry, given_plugins, name_of, topology
 
-__all__ = ["Registry", "bringing", "build_registry", "hookimpl", "operator", "topology"]
+__all__ = ["Registry", "bringing", "build_registry", "given_plugins", "hookimpl", "name_of", "operator", "topology"]

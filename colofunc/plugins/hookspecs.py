@@ -189,7 +189,8 @@ def colofunc_model_libraries() -> Mapping[str, Any]:
     `stem`), the configuration (`save_config`), and the files of adapters alone (`adapters`, a
     `cf.ext.libraries.AdapterFormat`). This project's libraries come by the same hook, and are asked
     which modules are theirs after those of plugins, whose models may be subclasses of models of these. Two libraries of
-    plugins that own one module are a PluginError, and so are two formats of adapters that are known by one file.
+    plugins that own one module are a PluginError, and so are two formats of adapters that are known by one file. `cf.lora`
+    asks which layers are linear ones whose weight is (in, out) (`has_transposed_weight`).
     """
     raise NotImplementedError
 

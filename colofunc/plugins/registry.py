@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import pluggy
 
-from colofunc.errors import ColofuncError, PlanError, PluginError, near
+from colofunc.errors import ColofuncError, PlanError, PluginError, near, plugin_error
 from colofunc.mesh import Mesh, Topology, resolve_topology
 from colofunc.ops.kernels import Kernel, Table, table_of
 from colofunc.ops.quantizers import BUILT_IN, Quantizer
@@ -65,7 +65,20 @@ class Registry:
     def rule(self, call: Call) -> Rule | None:
         """The rule of a call: a plugin's, else the built-in one; None where there is none."""
         fn = self.rules.get(call.target) or self.rules.get(f"{call.target}.default")
-        return fn(call) if fn is not None else rule_for(call)
+        if fn is None:
+            return rule_for(call)
+        what = f"colofunc_rules: the rule of {call.target} from {name_of(fn)}"
+        remedy = "cf.ext.pattern(...), which is such a function; None for a call that it does not know"
+        try:
+            found: Any = fn(call)
+        except ColofuncError:
+            raise
+        except Exception as error:
+            raise plugin_error(what, remedy, error) from error
+        if found is not None and not isinstance(found, Rule):
+            raise PluginError(f"{what} gave {found!r}, which is no cf.ext.Rule. Try: {remedy}")
+        rule: Rule | None = found
+        return rule
 
     def extra_strategies(self, call: Call, mesh: Mesh) -> tuple[Strategy, ...]:
         """Strategies with local code of their own, beyond the rule's."""
@@ -83,10 +96,11 @@ class Registry:
 
 
 def name_of(fn: Any) -> str:
-    """Module and name of a plugin's function, for errors."""
+    """A function as a plugin has it: module and name."""
     written = getattr(fn, "func", fn)  # of a functools.partial
-    named = written if hasattr(written, "__qualname__") else type(written)
-    return f"{named.__module__}.{named.__qualname__}"
+    if not hasattr(written, "__qualname__"):  # a record that can be called
+        written = type(written)
+    return f"{written.__module__}.{written.__qualname__}"
 
 
 def _takes_rule(fn: StrategyFn) -> bool:
@@ -161,19 +175,39 @@ def hints_registry(plugins: tuple[Any, ...]) -> Registry:
     return build_registry((import_module(HINTS), *plugins))
 
 
+def given_plugins(plugins: Any, where: str) -> tuple[Any, ...]:
+    """What is given as plugins= of `where`. Raises PluginError for what is no list, or cannot be looked up by hash."""
+    if not isinstance(plugins, (list, tuple)):
+        raise PluginError(f"{where}: plugins={plugins!r} is no list of plugins. Try: plugins=[...]")
+    for plugin in plugins:
+        _check_hashable(plugin, where)
+    return tuple(plugins)
+
+
+def _check_hashable(plugin: Any, where: str) -> None:
+    try:
+        hash(plugin)
+    except TypeError:
+        raise PluginError(
+            f"{where}: a plugin of type {type(plugin).__name__} cannot be hashed, and registries are kept by their "
+            "plugins. Try: a module; an object of a plain class, or of a frozen one such as @attrs.frozen"
+        ) from None
+
+
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
     """The plans that are plugins themselves: with hooks as methods, for what only their own axes need."""
     found: dict[Any, None] = {}
     for given in plans:
         for plan in given if isinstance(given, (list, tuple)) else (given,):
             if any(callable(getattr(type(plan), hook, None)) for hook in hookspecs.HOOKS):
+                _check_hashable(plan, "a plan that is a plugin")
                 found[plan] = None
     return tuple(found)
 
 
 def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
     """A topology by name: a preset, a file, or one that a plugin brings. Raises TopologyError with near names."""
-    return resolve_topology(name, build_registry(plugins).topologies)
+    return resolve_topology(name, build_registry(given_plugins(plugins, "cf.topology")).topologies)
 
 
 def schedule_named(name: str, registry: Registry | None = None) -> Schedule:
@@ -189,13 +223,16 @@ def schedule_named(name: str, registry: Registry | None = None) -> Schedule:
 
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
-    """Of a module its own, of a record what it prints: the same in every process, which pluggy's name of an object is
-    not.
+    """Of a module its own, of a record what it prints, of another object its type's: the same in every process, which
+    pluggy's name of an object is not.
     """
     own, kind = getattr(plugin, "__name__", None), type(plugin)
-    if own is None and vars(kind).get("__repr__") is not None:
-        own = repr(plugin)
-    return str(own or manager.get_name(plugin) or plugin)
+    if own is not None:
+        return str(own)
+    given = manager.get_name(plugin)
+    if vars(kind).get("__repr__") is not None:
+        return repr(plugin)
+    return given if given is not None and given != str(id(plugin)) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _installed(manager: pluggy.PluginManager, plugin: Any) -> str:

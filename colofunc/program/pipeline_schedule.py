@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import attrs
 
-from colofunc.errors import PlanError
+from colofunc.errors import PlanError, plugin_faults
 from colofunc.program.actions import Action, ActionTable, check_table
 
 PLACEMENTS = ("loop", "v")
@@ -228,7 +228,9 @@ class Schedule:
             raise PlanError(
                 f"schedule {self.name!r} has {wanted} stages on {ranks} ranks and was given costs of {costs.stages}"
             )
-        table = self.make(ranks, microbatches, costs, cap_bytes)
+        what = f"colofunc_schedules: the table of the schedule {self.name!r}"
+        with plugin_faults(what, "a cf.ext.ActionTable for every number of ranks and microbatches that it admits"):
+            table = self.make(ranks, microbatches, costs, cap_bytes)
         self._check(table, ranks, microbatches)
         return table
 

@@ -1,6 +1,6 @@
 """accumulate: the batch in microbatches, one after another, with the numbers of the whole batch.
 
-    step = cf.accumulate(step_fn, microbatches=4)                   # argument 1 is the batch
+    step = cf.accumulate(step_fn, microbatches=4)                   # the batch is known by its role
     step = cf.accumulate(cf.shard(step_fn, mesh), microbatches=4)   # before or after shard: the same plan
 
 Problem: activations grow with the batch. Gradient accumulation by hand divides the loss by the number of microbatches,
@@ -38,10 +38,10 @@ def accumulate(
 ) -> Any:
     """The step with its batch in `microbatches` parts, one after another; the same numbers.
 
-    batch: the argument whose leaves are split on dim 0, by position or name (None: argument 1, or 0 if it is the only
-    one). Leaves without dims, or of another leading size than most, stay whole. mixing: what to do with operators that
-    mix samples: "error", or "per-microbatch" (statistics of a microbatch stand for those of the batch, so the numbers
-    change). As a decorator: `@cf.accumulate(microbatches=4)`.
+    batch: the argument whose leaves are split on dim 0, by position or name (None: the first that is the batch alone,
+    by the roles of its leaves). Leaves without dims, or of another leading size than most, stay whole. mixing: what to
+    do with operators that mix samples: "error", or "per-microbatch" (statistics of a microbatch stand for those of the
+    batch, so the numbers change). As a decorator: `@cf.accumulate(microbatches=4)`.
     """
     check_number(microbatches, "accumulate")
     if mixing not in MIXING:

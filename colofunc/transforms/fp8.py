@@ -33,6 +33,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
+from colofunc.compiler.weight_arguments import named_tensors
 from colofunc.dtensor.roles import give_role, role_of
 from colofunc.errors import InputError, near
 from colofunc.ops.canonical import autocast
@@ -67,13 +68,13 @@ def fp8(
 
     Parameters and optimizer stay as they are.
 
-    where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they
+    where: globs over the names of weights, in the arguments or frozen in a model; layers of other weights stay as they
     are. Layers of experts are meant where both of their weights are; they always have scales of rows, and gradients of
     weights that are not in float8. scaling: "tensorwise" (a scale of each tensor; gradients in e5m2, all else in e4m3),
     "rowwise" (a scale of each row that a product sums over), "rowwise_with_gw_hp" (the same, and gradients of weights
     are not in float8), or "delayed" (as tensorwise, with scales of the largest numbers of the last `history` steps,
-    which the state keeps). As a decorator: `@cf.fp8(scaling="rowwise")`. Raises InputError for another scaling, and
-    when the step is traced where a glob matches no weight that a linear layer or experts read.
+    which argument 0 keeps, for the weights in it). As a decorator: `@cf.fp8(scaling="rowwise")`. Raises InputError for
+    another scaling, and when the step is traced where a glob matches no weight that a linear layer or experts read.
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
@@ -172,9 +173,9 @@ def _wrapped(asked: _Asked, build: Build) -> Build:
 
 def _run(layers: _Layers, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What the step gives, with layers in float8."""
-    for name, leaf in walk(args[0] if args else {}):
-        if isinstance(leaf, Tensor):
-            layers.note(name, leaf)
+    # Histories of delayed scales are those of weights of the state.
+    for name, leaf in named_tensors(args[:1] if layers.asked.history else args):
+        layers.note(name, leaf)
     calls = LinearCalls(layers.name, layers.multiply)
     with reading(layers.frozen, lambda wide, weight: None), float8_where(partial(layers.of_experts, calls)), calls:
         out = fn(*args)
@@ -257,6 +258,6 @@ class _Layers(WeightNames):
         """Raises InputError where a glob has matched no weight that a linear layer reads."""
         for glob in self.asked.globs:
             if not any(matches(name, glob) for name in self.read):
-                names = [name for _, name in self.names.values()]
+                names = [name for _, name in self.names.values() if name]
                 said = f"cf.fp8: where={glob!r} matches no weight that a linear layer or experts of the step read"
                 raise InputError(f"{said}{near(glob, names)}")

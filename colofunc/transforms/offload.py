@@ -25,7 +25,7 @@ from colofunc.compiler.memory_limits import limit_bytes
 from colofunc.compiler.staged import Staged, in_place_of, plugins_of
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, InputTiers, Move, Transform
-from colofunc.errors import InputError, PlanError, near
+from colofunc.errors import InputError, PlanError, PluginError, near, plugin_faults
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room, parse_room
 from colofunc.planner.offload import fastest
@@ -33,7 +33,7 @@ from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
 from colofunc.planner.offload.trace import NodeS
-from colofunc.plugins import build_registry
+from colofunc.plugins import build_registry, name_of
 from colofunc.program.ir import Program
 
 BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}
@@ -122,10 +122,12 @@ def _refuse_unknown(policy: str, step_fn: Any) -> None:
 
 def _constructed(name: str, constructor: Any) -> MemoryPolicy:
     """The policy that a plugin's constructor gives without options."""
-    made = constructor() if callable(constructor) else constructor
+    what = f"colofunc_memory_policies: the policy {name!r} from {name_of(constructor)}"
+    remedy = "a constructor that can be called without options, and gives a cf.ext.MemoryPolicy"
+    with plugin_faults(what, remedy):
+        made = constructor() if callable(constructor) else constructor
     if not isinstance(made, MemoryPolicy):
-        wanted = "a cf.ext.MemoryPolicy or a constructor of one"
-        raise PlanError(f"cf.offload(policy={name!r}): the plugin gave {made!r}; it must give {wanted}")
+        raise PluginError(f"{what} gave {made!r}. Try: {remedy}")
     return made
 
 

@@ -68,7 +68,7 @@ def pipeline(
     of parameters -> stage (the first that matches counts); None: the forward pass is cut where its schedule ends
     first, or, where that fits a budget with help only (values made again, copies), where the plan is fastest of a few
     cuts from there to equally full ones. batch: the argument whose leaves are split on dim 0, by position or name
-    (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
+    (None: the first that is the batch alone, by its roles). mixing: what to do with operators that mix samples, as under
     `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
     validate: when a rank looks at what other stages say of its update (the factor of clipping by the joint norm,
     whether fp16 overflowed anywhere) and of results (the loss): at the end of the "step", or in the "next step", or

@@ -38,7 +38,7 @@ from colofunc.errors import InputError, PlanError, near
 from colofunc.ops.quantizers import Quantizer
 from colofunc.ops.wire import scheme_of
 from colofunc.planner.schemes import SchemeChoice, SchemeErrors
-from colofunc.plugins import build_registry
+from colofunc.plugins import build_registry, given_plugins
 
 
 def quantize(
@@ -65,8 +65,9 @@ def quantize(
     "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
     `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one for each weight (`errors.within(...)`,
     `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted names; of what they match,
-    vectors stay (norms, biases). plugins: further plugins with schemes, beside those of a `cf.shard` that it is put
-    around. As a decorator: `@cf.quantize("int8")`.
+    vectors stay (norms, biases). Weights of `cf.functional`, an nn.Parameter and those that a step has placed are known
+    in any argument; tensors that say nothing of themselves are looked for in argument 0. plugins: further plugins with
+    schemes, beside those of a `cf.shard` that it is put around. As a decorator: `@cf.quantize("int8")`.
 
     "auto" chooses for each weight at the first call, together with sharding, recomputation and offload: the whole chain
     is finished with one choice after the other, and of those that fit its budgets the best is taken. errors: of
@@ -156,7 +157,7 @@ def _stored(
     step_fn: Any,
 ) -> Transform:
     """What is kept in few bits: weights in a scheme, if there is one, activations that backward reads, caches."""
-    registered = build_registry((*plugins, *plugins_of(step_fn))).quantizers
+    registered = build_registry((*given_plugins(plugins, "cf.quantize"), *plugins_of(step_fn))).quantizers
     if scheme == AUTO:
         decision = SchemeDecision.of(globs, registered, **for_auto)
         return attrs.evolve(decision, activations=saved, caches=cached).transform()

@@ -16,6 +16,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Sharding, Transform
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
+from colofunc.plugins import given_plugins
 
 Donate = Literal["auto"] | bool | tuple[int, ...] | None
 
@@ -44,7 +45,8 @@ def shard(
     """
     if not isinstance(agree_every, int) or isinstance(agree_every, bool) or agree_every < 0:
         raise InputError(f"agree_every={agree_every!r}: a number of steps, 0 for never; write agree_every={EVERY}")
-    sharding = Sharding(mesh, plans, in_specs, out_specs, _consumes(donate), auto, tuple(plugins), agree_every)  # type: ignore[arg-type]
+    asked = given_plugins(plugins, "cf.shard")
+    sharding = Sharding(mesh, plans, in_specs, out_specs, _consumes(donate), auto, asked, agree_every)  # type: ignore[arg-type]
     return stage(step_fn, Transform("shard", sharding=sharding))
 
 

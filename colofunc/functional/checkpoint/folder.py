@@ -73,13 +73,18 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     if "*" in found.name:
         some = [p for p in found.parent.glob(found.name) if p.is_dir() and _is_checkpoint(p)]
         if not some:
-            raise CheckpointError(f"no checkpoint matches {str(path)!r}")
+            raise CheckpointError(
+                f"no checkpoint matches {str(path)!r}. Try: a name with * for the number, such as 'run/step-*'"
+            )
         return max(some, key=_numbers)
     if not found.exists():
         # A swap in two steps that was interrupted between them.
         for old in _left(_beside(found), "old"):
             return old
-        raise CheckpointError(f"there is no checkpoint at {str(path)!r}")
+        raise CheckpointError(
+            f"there is no checkpoint at {str(path)!r}. Try: a folder that cf.save has written; 'run/step-*' is the last of "
+            "several"
+        )
     return found
 
 

@@ -98,6 +98,10 @@ def _with_ties(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
     return aliases
 
 
+def _no_layer(layer: nn.Module) -> bool:
+    return False
+
+
 def _save_own_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """The configuration of a module that writes it itself, under a name that its class has."""
     name = getattr(type(module), "config_name", None)
@@ -143,7 +147,9 @@ class Library:
     `reported(module, missing, unexpected)`: these names without those that the library does not report itself.
     `groups(module, values)`: names to be written, those together that one conversion needs together.
     `to_stored(module, tensors)`: values of one group as they are written. `save_config(module, folder, dtype)`: writes
-    the configuration beside the weights. `adapters`: for a library whose own models are adapters alone in their files.
+    the configuration beside the weights. `has_transposed_weight(layer)`: whether a layer, of any model, is a linear layer
+    of the library whose weight is (in, out), and not (out, in) as in `nn.Linear`; for `cf.lora`, which finds such layers
+    by it. `adapters`: for a library whose own models are adapters alone in their files.
     """
 
     name: str
@@ -155,6 +161,7 @@ class Library:
     groups: Callable[[nn.Module, Mapping[str, Tensor]], list[list[str]]] = _one_by_one
     to_stored: Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]] = _with_ties
     save_config: Callable[[nn.Module, Path, torch.dtype | None], None] = _save_own_config
+    has_transposed_weight: Callable[[nn.Module], bool] = _no_layer
     adapters: AdapterFormat | None = None
 
 
@@ -197,6 +204,11 @@ def library_of(module: nn.Module) -> Library:
         )
     ours = [library for library in own.values() if library.owns(module)]
     return [PLAIN, *ours, *owning][-1]
+
+
+def has_transposed_weight(layer: nn.Module) -> bool:
+    """Whether a library that is known says that this is a linear layer whose weight is (in, out)."""
+    return any(library.has_transposed_weight(layer) for library in libraries().values())
 
 
 def whole_stems() -> tuple[str, ...]:

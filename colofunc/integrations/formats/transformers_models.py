@@ -244,4 +244,6 @@ TRANSFORMERS = Library(
     groups=_groups,
     to_stored=_to_stored,
     save_config=_save_config,
+    # What GPT-2 and other older models have in place of linear layers: a convolution over one position.
+    has_transposed_weight=has_base("transformers.pytorch_utils", "Conv1D"),
 )

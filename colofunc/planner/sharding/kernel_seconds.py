@@ -85,7 +85,7 @@ class KernelSeconds:
         """Of the kernel that a call gets, without launches; 0 where it gets none."""
         rates = rates_of(self.mesh.topology)
         kernel = choose(candidates, call, rates)
-        return 0.0 if kernel is None else kernel.cost_s(call, attrs.evolve(rates, launch_s=0.0))
+        return 0.0 if kernel is None else kernel.seconds(call, attrs.evolve(rates, launch_s=0.0))
 
 
 def _arguments(call: Call, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:

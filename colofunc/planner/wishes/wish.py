@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from colofunc.errors import PlanError
+from colofunc.errors import PlanError, PluginError, plugin_faults
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.wishes.propagation import Rules
@@ -123,9 +123,13 @@ def wishes_of(
         mesh.atoms(plan.axes)  # raises on unknown axes, with near names
         wishes: Callable[..., Sequence[Wish]] = plan.wishes
         told = {"rules": rules} if "rules" in inspect.signature(wishes).parameters else {}
-        return tuple(
-            w if w.axes is not None else attrs.evolve(w, axes=plan.axes) for w in wishes(program, mesh, **told)
-        )
+        what, remedy = f"{source}: wishes of the plan {type(plan).__name__}", "a list of cf.ext.Wish records, or none"
+        with plugin_faults(what, remedy):
+            found = list(wishes(program, mesh, **told))
+        for wish in found:
+            if not isinstance(wish, Wish):
+                raise PluginError(f"{what} gave {wish!r}. Try: {remedy}")
+        return tuple(wish if wish.axes is not None else attrs.evolve(wish, axes=plan.axes) for wish in found)
     if isinstance(plan, Mapping):
         return tuple(
             attrs.evolve(want, match=match)
@@ -134,17 +138,17 @@ def wishes_of(
             for match, want in plan.items()
         )
     if callable(plan):
-        found = []
+        wanted = []
         for id in program.inputs:
             value = program.values[id]
             want = plan(value.name, value.shape) if value.role in PARAMETERS else None
             if want is not None:
-                found.append(Wish(value.name, _want(want, value.name), source=source))
-        if not found:
+                wanted.append(Wish(value.name, _want(want, value.name), source=source))
+        if not wanted:
             raise PlanError(
                 f"{source}: the function gave no spec for any of the parameters; return a spec for some name"
             )
-        return tuple(found)
+        return tuple(wanted)
     if isinstance(plan, Sequence) and not isinstance(plan, str):
         return tuple(w for part in plan for w in wishes_of(part, program, source, mesh, rules))
     raise PlanError(f"{source} is {plan!r}; give a dict of globs, a function (name, shape) -> spec, or a named plan")

@@ -92,8 +92,8 @@ def _chosen(candidates: Iterable[Kernel], call: KernelCall, rates: Rates) -> Pla
         return None
     return PlannedKernel(
         getattr(kernel.fn, "__name__", type(kernel.fn).__name__),
-        kernel.cost_s(call, rates),
-        kernel.workspace_bytes(call),
+        kernel.seconds(call, rates),
+        kernel.workspace(call),
     )
 
 

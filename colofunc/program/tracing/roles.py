@@ -9,7 +9,8 @@ have weights.
     model.apply(params, buffers, x)          mark_role("param", ...), mark_role("buffer", ...)
     opt.update(grads, state, params)         mark_role("state", ...)
     functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
-    F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
+    F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything, and
+                                             no leaf carries "param"
     x * w                                    so is w where it is an nn.Parameter
 
 Neither the position of an argument nor a word in a path decides. Arguments that are never marked, differentiated or
@@ -81,8 +82,7 @@ class Observed:
 
     def roles(self) -> dict[str, str]:
         """Leaf -> its role."""
-        trained = {*self.marks, *self._outermost()}
-        operands = set() if trained else self._weight_operands()
+        operands = set() if self._says_weights() else self._weight_operands()
         carried = {name: role for name, role in self.carried.items() if role != "state" or name not in operands}
         operands -= carried.keys()
         returned = self._returned(self.marks.keys() | operands | self._untouched(carried))
@@ -103,10 +103,15 @@ class Observed:
         """Whether nothing says which of several arguments has the weights."""
         if self.carried:
             return False
-        trained = {*self.marks, *self._outermost()}
-        operands = set() if trained else self._weight_operands()
+        operands = set() if self._says_weights() else self._weight_operands()
         said = {*self.marks, *self._returned(self.marks.keys() | operands)}
         return len(self.arguments) > 1 and not any(self._holds(said | self._params(said) | operands))
+
+    def _says_weights(self) -> bool:
+        """Whether somebody says what the weights are, so that operators are not asked: in `adj @ x` beside weights that
+        are known x is none.
+        """
+        return bool(self.marks) or bool(self._outermost()) or "param" in self.carried.values()
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.values[self.ids[name]].shape
@@ -260,6 +265,10 @@ class Observed:
         return behind
 
 
+Alike = Callable[[Tree, Tree, Sequence[Value], Sequence[Value]], bool]
+"""Of an argument, a result and the values of both, whether the one can be what the other has become."""
+
+
 def next_values(
     arguments: Sequence[Tree],
     results: Sequence[Tree],
@@ -267,12 +276,15 @@ def next_values(
     outputs: Sequence[int],
     values: Mapping[int, Value],
     nodes: Sequence[Node],
+    alike: Alike | None = None,
 ) -> dict[str, int]:
     """Leaf of an argument -> the value that comes back for it: each argument in the first result that has its tree,
     shapes and dtypes, is made of it, and that no other has taken.
 
-    `ids`: leaf -> its value. `outputs`: the values of the leaves of all results.
+    `ids`: leaf -> its value. `outputs`: the values of the leaves of all results. `alike`: what is asked in place of
+    `comes_back`.
     """
+    alike = comes_back if alike is None else alike
     made = {out: node for node in nodes for out in node.results}
     free: list[tuple[Tree, Sequence[int]]] = []
     first = 0
@@ -285,8 +297,9 @@ def next_values(
         names = argument.names()
         before = [values[ids[name]] for name in names]
         for place, (result, after) in enumerate(free):
-            alike = comes_back(argument, result, before, [values[id] for id in after])
-            if alike and _goes_on({ids[name] for name in names}, after, made):
+            if alike(argument, result, before, [values[id] for id in after]) and _goes_on(
+                {ids[name] for name in names}, after, made
+            ):
                 found |= dict(zip(names, after, strict=True))
                 del free[place]
                 break
@@ -309,10 +322,16 @@ def _goes_on(old: Collection[int], after: Sequence[int], made: Mapping[int, Node
 
 def comes_back(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:
     """Whether a result has the tree, shapes and dtypes of an argument, so that it can be its next value."""
+    if not same_shapes(argument, result, before, after):
+        return False
+    return all(old.dtype == new.dtype for old, new in zip(before, after, strict=True))
+
+
+def same_shapes(argument: Tree, result: Tree, before: Sequence[Value], after: Sequence[Value]) -> bool:
+    """Whether a result has the tree and shapes of an argument."""
     if not argument.names() or _structure(argument) != _structure(result):
         return False
-    pairs = zip(before, after, strict=False)
-    return all((old.shape, old.dtype) == (new.shape, new.dtype) for old, new in pairs)
+    return all(old.shape == new.shape for old, new in zip(before, after, strict=True))
 
 
 def results_of(out: Tree) -> Sequence[Tree]:
