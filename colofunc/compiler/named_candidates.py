@@ -20,10 +20,13 @@ from colofunc.compiler.decisions import Candidates, Decisions
 from colofunc.compiler.plan_cache import decided_by
 from colofunc.compiler.sharder import Sharder
 from colofunc.errors import PlanError
-from colofunc.planner.sharding.assign import Memo
-from colofunc.planner.wishes.wish import wishes_of
+from colofunc.mesh import Mesh
+from colofunc.planner.sharding.assign import Memo, in_model_of
+from colofunc.planner.wishes.propagation import Rules
+from colofunc.planner.wishes.wish import Wish, wishes_of
 from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.plugins.registry import Registry
+from colofunc.program.ir import Program
 
 MOST_NODES = 2000
 """Of larger programs only what the search finds is finished: there what one collective begins with is little beside
@@ -44,12 +47,20 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
     for plans in _sets_of_plans(registry, open_axes):
         candidates.memo = Memo()  # what was found under other constraints
         try:
-            wishes = [wish for plan in plans for wish in wishes_of(plan, program, plan.name, mesh, candidates.rules)]
+            wishes = [wish for plan in plans for wish in _wishes(plan, program, mesh, candidates.rules)]
             constraints = sharder.constraints | constraints_of(wishes, program, mesh, candidates.rules)
-            decided = attrs.evolve(sharder, candidates=candidates, constraints=constraints).decide(None)
+            known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
+            # Among what was searched it says what else there was; what lies in stripes is not among it.
+            decided = sharder.decide(None, in_model_of(sharder.assign(None), known, program) or known)
             yield decided_by(decided.plan, program, mesh, followed, sharder.constraints)
         except PlanError:
             continue
+
+
+def _wishes(plan: Any, program: Program, mesh: Mesh, rules: Rules) -> list[Wish]:
+    """Those of a plan, which say that nobody asked for it."""
+    wishes = wishes_of(plan, program, plan.name, mesh, rules)
+    return [attrs.evolve(wish, source=f"{wish.source}, counted beside what is searched") for wish in wishes]
 
 
 def _sets_of_plans(registry: Registry, axes: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
