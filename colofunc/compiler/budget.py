@@ -15,7 +15,7 @@ from math import inf
 
 import attrs
 
-from colofunc.compiler.completion import Completion
+from colofunc.compiler.completion import TWICE_NODES, Completion
 from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.least_budget import Search, Trial, budget_text, glance, least_budget
 from colofunc.compiler.sharder import Sharder, Sharding
@@ -81,12 +81,35 @@ def plan_for_budget(
         return _soonest(completion, fitting)
     search = BudgetSearch(sharder, parts, SHARDINGS_FOR_LESS + parts.bit_length() - 1)
     fastest, leanest = search.run(budget_bytes)
-    shardings = named if fastest is None else (fastest.decided, *named)
-    finished = [(decided, completion.finish_best(decided, budget_bytes)) for decided in shardings]
-    fitting = [each for each in finished if each[1].fits(budget_bytes)]
+    fitting = []
+    if fastest is not None:
+        is_large = len(completion.program.nodes) > TWICE_NODES
+        done = fastest.done if is_large else completion.finish_best(fastest.decided, budget_bytes)
+        fitting.append((fastest.decided, done))
+    for decided in named:
+        if _may_be_sooner(completion, decided, budget_bytes, fitting):
+            done = completion.finish_best(decided, budget_bytes)
+            if done.fits(budget_bytes):
+                fitting.append((decided, done))
     if not fitting:
         return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
     return _soonest(completion, fitting)
+
+
+def _may_be_sooner(
+    completion: Completion,
+    decided: Decisions,
+    budget_bytes: int,
+    fitting: Sequence[tuple[Decisions, FinishedProgram]],
+) -> bool:
+    """Whether a sharding may end sooner within the budget than those that fit: it does without one.
+
+    Of programs that are not small it has to fit as it is: what makes it fit is searched for as long as for a plan.
+    """
+    free = completion.finish(decided, None)
+    if not free.fits(budget_bytes) and len(completion.program.nodes) > MEDIUM:
+        return False
+    return all(completion.end_s(free) < completion.end_s(done) for _, done in fitting)
 
 
 def _soonest(completion: Completion, fitting: list[tuple[Decisions, FinishedProgram]]) -> tuple[Decisions, Program]:

@@ -61,6 +61,8 @@ from colofunc.spec.layout import At
 
 SHARE = 32
 """Under a budget, a bucket of collectives may use at most 1/SHARE of it, until a plan is found that fits."""
+TWICE_NODES = 400
+"""Programs of at most so many nodes are finished once more under a budget, with buckets that it does not limit."""
 AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
 NOWHERE = InputTiers({}, {})
 
@@ -130,8 +132,11 @@ class Completion:
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
     def finish_best(self, decided: Decisions, budget_bytes: int | None) -> FinishedProgram:
-        """As `finish`, in buckets that the budget does not limit where that fits and ends sooner."""
-        if budget_bytes is None or not self.gives_way or self.mesh.size == 1:
+        """As `finish`; a program that is not large in buckets that the budget does not limit, where that fits and ends
+        sooner.
+        """
+        is_large = len(self.program.nodes) > TWICE_NODES
+        if budget_bytes is None or not self.gives_way or self.mesh.size == 1 or is_large:
             return self.finish(decided, budget_bytes)
         large = attrs.evolve(self, small_buckets=False).finish(decided, budget_bytes)
         if large.fits(budget_bytes) and large.more_s <= large.asked_s:

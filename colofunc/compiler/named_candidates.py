@@ -28,7 +28,7 @@ from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 
-MOST_NODES = 2000
+MOST_NODES = 1000
 """Of larger programs only what the search finds is finished: there what one collective begins with is little beside
 what it moves."""
 
