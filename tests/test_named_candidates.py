@@ -122,3 +122,11 @@ def test_of_a_large_program_only_what_is_found_is_finished(monkeypatch: pytest.M
     monkeypatch.setenv("COLOFUNC_CACHE", "off")
     large = planned(cf.shard(step, cf.Mesh(**DP)), *args)
     assert small.cost_s < large.cost_s
+
+
+def test_another_length_is_as_fast_as_planned_from_nothing_with_named_plans_too() -> None:
+    step, state, batch = training("dense")
+    mesh = cf.Mesh(**DP)
+    staged = cf.shard(step, mesh)
+    staged.lower(state, batch[:64])
+    assert planned(staged, state, batch).cost_s <= 1.01 * planned(cf.shard(step, mesh), state, batch).cost_s

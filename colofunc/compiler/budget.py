@@ -96,6 +96,21 @@ def plan_for_budget(
     return _soonest(completion, fitting)
 
 
+def or_named(
+    completion: Completion,
+    outcome: tuple[Decisions, Program],
+    budget_bytes: int | None,
+    named: Iterable[Decisions],
+) -> tuple[Decisions, Program]:
+    """A plan that stands, or a sharding among `named` that is faster by more than TOLERANCE."""
+    for decided in named:
+        done = completion.finish_best(decided, budget_bytes)
+        fits = not done.short if budget_bytes is None else done.fits(budget_bytes)
+        if fits and completion.end_s(done) * (1 + TOLERANCE) < outcome[0].plan.cost_s:
+            outcome = _with_counted_figures(completion, decided, done)
+    return outcome
+
+
 def _may_be_sooner(
     completion: Completion,
     decided: Decisions,

@@ -115,7 +115,7 @@ class Completion:
     keeps: bool = False
     small_buckets: bool = True
     known: dict[int, tuple[Node, tuple[int, ...], tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
-    kept: KeptPrograms = attrs.field(factory=KeptPrograms, init=False)
+    kept: KeptPrograms = attrs.field(factory=KeptPrograms)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decisions, budget_bytes: int | None, below_s: float = inf) -> FinishedProgram:

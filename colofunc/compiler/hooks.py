@@ -26,7 +26,7 @@ from colofunc.program.ir import Program
 
 CHANGES: Mapping[str, tuple[str, ...]] = {
     "wrap": ("fn",),
-    "grow": ("state",),
+    "grow": ("state", "others"),
     "rewrite_global": ("program",),
     "constrain": ("constraints",),
     "candidates": ("alternatives", "searches", "moves", "cuts_of"),

@@ -14,14 +14,14 @@ Each gives what was decided, and the program that a rank runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
 from colofunc import env
-from colofunc.compiler.budget import FailedSearch, plan_for_budget, plan_from_known, plan_of
+from colofunc.compiler.budget import FailedSearch, or_named, plan_for_budget, plan_from_known, plan_of
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decisions
 from colofunc.compiler.hooks import applied, through
@@ -35,6 +35,7 @@ from colofunc.compiler.input_places import (
     tiers_of_inputs,
     tiers_stay,
 )
+from colofunc.compiler.kept_programs import KeptPrograms
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
 from colofunc.compiler.named_candidates import named_shardings
@@ -115,7 +116,7 @@ class Planning:
         """What the program of `plan` goes through from lowering on, run again. decided: None on ranks that have only
         been told the plan.
         """
-        completion = attrs.evolve(self.completion, keeps=True)
+        completion = attrs.evolve(self.completion, keeps=True, kept=KeptPrograms())
         if decided is None:
             decided = self._decided_by(plan)
         done = self._finished(completion, decided, plan)
@@ -133,8 +134,7 @@ class Planning:
         if failed_before is None:
             self.candidates.memo = Memo()
             sharder = self._sharder(constraints)
-            named = named_shardings(sharder, self.registry) if self.searches_axes else ()
-            outcome = plan_for_budget(sharder, self.budget_bytes, self.parts, named)
+            outcome = plan_for_budget(sharder, self.budget_bytes, self.parts, self._named(sharder))
             if not isinstance(outcome, FailedSearch):
                 return outcome
             failed_before = outcome
@@ -148,7 +148,12 @@ class Planning:
         as_there = constraints | constraints_from(like.plan, self.program, like.mesh)
         self.candidates.memo = Memo()
         known = self._sharder(as_there).assign(None)
-        return plan_from_known(self._sharder(constraints), self.budget_bytes, self.parts, known)
+        sharder = self._sharder(constraints)
+        outcome = plan_from_known(sharder, self.budget_bytes, self.parts, known)
+        return or_named(self.completion, outcome, self.budget_bytes, self._named(sharder))
+
+    def _named(self, sharder: Sharder) -> Iterable[Decisions]:
+        return named_shardings(sharder, self.registry) if self.searches_axes else ()
 
     def _sharder(self, constraints: Constraints) -> Sharder:
         return Sharder(self.completion, self.candidates, constraints, self.named, self.axes)
