@@ -38,8 +38,8 @@ def lowered(budget: int | None = None, plugins: Any = (), **hooks: Any) -> Any:
 
 # Of each field, something else than what is there; of what is not there yet, something.
 OTHERS: dict[str, Any] = {
-    "transforms": (), "mesh": cf.Mesh(dp=4), "fn": abs, "state": {}, "program": 1, "traced": 1, "registry": 1, "budget_bytes": 7,
-    "constraints": 1, "alternatives": 1, "searches": 1, "moves": 1, "way": "another", "cuts_of": 1,
+    "transforms": (), "mesh": cf.Mesh(dp=4), "fn": abs, "state": {}, "others": (7,), "program": 1, "traced": 1, "registry": 1,
+    "budget_bytes": 7, "constraints": 1, "alternatives": 1, "searches": 1, "moves": 1, "way": "another", "cuts_of": 1,
 }  # fmt: skip
 NOT_THEIRS = [(hook, field) for hook in HOOKS for field in OTHERS if field not in CHANGES[hook]]
 
@@ -175,7 +175,7 @@ def test_a_hook_that_changes_what_goes_in_or_comes_out_is_named(how: str) -> Non
 @pytest.mark.parametrize("how", BREAKS)
 def test_a_pass_of_a_plugin_that_changes_what_goes_in_or_comes_out_is_named(how: str) -> None:
     rewrite, says = BREAKS[how]
-    with pytest.raises(cf.PluginError, match=rf"pass 'bad' of a plugin \(test_hook_mistakes\.Breaks\.by_pass\) ({says})"):
+    with pytest.raises(cf.PluginError, match=rf"the pass 'bad' from test_hook_mistakes\.Breaks\.by_pass ({says})"):
         lowered(plugins=(Breaks(rewrite),))
 
 

@@ -93,6 +93,8 @@ def _check_values(who: str, hook: str, before: Build, behind: Build) -> None:
         raise PlanError(_wrong(who, "fn", behind.fn, "a function that takes the arguments of build.fn"))
     if hook == "grow" and behind.state is None and before.state is not None:
         raise PlanError(_wrong(who, "state", None, "build.state with what the transform keeps in it"))
+    if hook == "grow" and not (isinstance(behind.others, tuple) and len(behind.others) == len(before.others)):
+        raise PlanError(_wrong(who, "others", behind.others, "a tuple of as many arguments as build.others has"))
     if hook in ("rewrite_global", "rewrite_local") and not isinstance(behind.program, Program):
         raise PlanError(_wrong(who, "program", behind.program, "the program that an Editor's done() gives"))
     if hook == "constrain" and not isinstance(behind.constraints, Constraints):
