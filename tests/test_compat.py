@@ -29,6 +29,8 @@ TESTED = {
     "_scaled_grouped_mm": "test_scaled_grouped_mm",
     "_int_mm": "test_int_mm",
     "_is_vnni_supported": "test_without_a_word_on_the_cpu",
+    "_cache": "test_without_the_cache_of_parametrized_weights",
+    "_set_grad_enabled": None,  # test_what_sets_gradients_is_seen
     "_current_autograd_node": "test_without_the_current_node",
     "_current_graph_task_id": "test_in_backward",
     "_sequence_nr": "test_without_sequence_numbers",
@@ -648,3 +650,26 @@ def test_inductor_convolves_in_the_layout_of_its_operands() -> None:
             (got,) = compiled(x, weight)
     assert strides == [x.stride(), weight.stride()]
     torch.testing.assert_close(got, graph(x, weight)[0])
+
+
+def test_without_the_cache_of_parametrized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    with torch.nn.utils.parametrize.cached():
+        weight = layer.weight
+        assert list(compat.parametrized_weights().values()) == [weight]
+    assert not compat.parametrized_weights()
+    monkeypatch.delattr(torch.nn.utils.parametrize, "_cache")
+    assert compat.parametrized_weights() == {}
+
+
+def test_what_sets_gradients_is_seen() -> None:
+    seen = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Notes(), torch.no_grad():
+        pass
+    assert [args for func, args in seen if func is compat.set_gradients] == [(False,), (True,)]

@@ -15,7 +15,7 @@ from math import inf
 
 import attrs
 
-from colofunc.compiler.completion import TWICE_NODES, Completion
+from colofunc.compiler.completion import Completion
 from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.least_budget import Search, Trial, budget_text, glance, least_budget
 from colofunc.compiler.sharder import Sharder, Sharding
@@ -81,18 +81,17 @@ def plan_for_budget(
         return _soonest(completion, fitting)
     search = BudgetSearch(sharder, parts, SHARDINGS_FOR_LESS + parts.bit_length() - 1)
     fastest, leanest = search.run(budget_bytes)
-    fitting = []
-    if fastest is not None:
-        is_large = len(completion.program.nodes) > TWICE_NODES
-        done = fastest.done if is_large else completion.finish_best(fastest.decided, budget_bytes)
-        fitting.append((fastest.decided, done))
+    if fastest is None:
+        return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
+    done = fastest.done
+    if completion.has_two_buckets:
+        done = completion.finish_best(fastest.decided, budget_bytes)
+    fitting = [(fastest.decided, done)]
     for decided in named:
         if _may_be_sooner(completion, decided, budget_bytes, fitting):
             done = completion.finish_best(decided, budget_bytes)
             if done.fits(budget_bytes):
                 fitting.append((decided, done))
-    if not fitting:
-        return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
     return _soonest(completion, fitting)
 
 
@@ -165,8 +164,10 @@ def plan_from_known(
     )
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {budget_text(budget_bytes)} a rank")
-    decided = best.proposal.plan()
-    return _with_counted_figures(completion, decided, completion.finish_best(decided, budget_bytes))
+    decided, done = best.proposal.plan(), best.done
+    if completion.has_two_buckets:
+        done = completion.finish_best(decided, budget_bytes)
+    return _with_counted_figures(completion, decided, done)
 
 
 def _faster_plan(

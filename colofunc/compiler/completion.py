@@ -132,11 +132,8 @@ class Completion:
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
     def finish_best(self, decided: Decisions, budget_bytes: int | None) -> FinishedProgram:
-        """As `finish`; a program that is not large in buckets that the budget does not limit, where that fits and ends
-        sooner.
-        """
-        is_large = len(self.program.nodes) > TWICE_NODES
-        if budget_bytes is None or not self.gives_way or self.mesh.size == 1 or is_large:
+        """As `finish`, or in buckets that the budget does not limit, where that fits and ends sooner."""
+        if budget_bytes is None or not self.has_two_buckets:
             return self.finish(decided, budget_bytes)
         large = attrs.evolve(self, small_buckets=False).finish(decided, budget_bytes)
         if large.fits(budget_bytes) and large.more_s <= large.asked_s:
@@ -246,6 +243,11 @@ class Completion:
     def gives_way(self) -> bool:
         """Whether a program that is too large may be made to fit."""
         return bool(self.searches or self.moves)
+
+    @property
+    def has_two_buckets(self) -> bool:
+        """Whether a program is finished in buckets that a budget limits, and in others."""
+        return self.gives_way and self.mesh.size > 1 and len(self.program.nodes) <= TWICE_NODES
 
     @property
     def follows_policies(self) -> bool:

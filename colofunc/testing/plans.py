@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colofunc.errors import CheckError, ColofuncError, InputError, near
+from colofunc.errors import CheckError, ColofuncError, InputError, PluginError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.wish import NamedPlan, Wish
 from colofunc.program.ir import Program
@@ -210,6 +210,11 @@ def _try(
     with float64():
         try:
             low = staged.lower(*doubled_inside((step.state, step.batch)))
+        except PluginError as error:
+            fault = error.__cause__ or error
+            raise CheckError(
+                f"{what} fails with {type(fault).__name__}: {fault}; a refusal is a ColofuncError"
+            ) from error
         except ColofuncError as error:
             return TriedPlan(name, words, reason=_reason(error, mesh, what))
         except Exception as error:
