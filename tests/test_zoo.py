@@ -15,6 +15,7 @@ import zoo
 
 import colofunc as cf
 from colofunc import testing
+from colofunc.compiler import named_candidates
 
 pytest.importorskip("transformers")
 pytest.importorskip("timm")
@@ -22,6 +23,12 @@ pytest.importorskip("timm")
 # Diverse and small: a decoder with a learned position, one with rotary positions and grouped heads, relative positions
 # with a bias gradient, masked encoder, encoder-decoder; patches, windows, convolutions with batch norm, squeezes.
 QUICK = ("gpt2", "llama", "t5", "bert", "vit", "resmlp", "resnet", *zoo.KINDS)
+
+
+@pytest.fixture(autouse=True)
+def searched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What operators can be split is asked of the search; a named plan that ends sooner may split less."""
+    monkeypatch.setattr(named_candidates, "MOST_NODES", 0)
 
 
 @pytest.fixture(autouse=True)
