@@ -28,6 +28,7 @@ from torch import nn
 from torch.func import functional_call
 
 import colofunc as cf
+from colofunc.compiler import named_candidates
 from colofunc.ops import canonical
 
 
@@ -273,7 +274,8 @@ class Mixing(nn.Module):
         return share[:, 0] + self.conv(x.mT)[..., 0]
 
 
-def test_inputs_follow_the_weights_where_torch_wants_one_dtype() -> None:
+def test_inputs_follow_the_weights_where_torch_wants_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_candidates, "MOST_NODES", 0)  # of which one rounds sums in another order
     step_fn, state = training(Mixing())
     cf.testing.check(cf.precision(cf.shard(step_fn, IDEAL), "bf16"), state, batch(), tolerance=2e-2)
 

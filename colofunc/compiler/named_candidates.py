@@ -64,19 +64,16 @@ def _wishes(plan: Any, program: Program, mesh: Mesh, rules: Rules) -> list[Wish]
 
 
 def _sets_of_plans(registry: Registry, axes: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    """One plan for all axes, or two of different kinds: for the first few, and for the others."""
-    for first in range(len(axes)):
-        of_first, of_others = _plans(registry, axes[:first]), _plans(registry, axes[first:])
-        if not first:
-            yield from ((plan,) for plan in of_others)
-        for plans in product(of_first, of_others):
-            if type(plans[0]) is not type(plans[1]):
-                yield plans
+    """One plan for all axes, or two of different kinds, in the order of the table: for the first few and the others."""
+    for _, plan in _plans(registry, axes):
+        yield (plan,)
+    for first in range(1, len(axes)):
+        for before, behind in product(_plans(registry, axes[:first]), _plans(registry, axes[first:])):
+            if before[0] < behind[0] and type(before[1]) is not type(behind[1]):
+                yield before[1], behind[1]
 
 
-def _plans(registry: Registry, axes: tuple[str, ...]) -> list[Any]:
-    """The candidates that speak for just these axes."""
-    if not axes:
-        return []
-    plans = [make(axes) for make in registry.candidate_plans.values()]
-    return [plan for plan in plans if plan is not None]
+def _plans(registry: Registry, axes: tuple[str, ...]) -> list[tuple[int, Any]]:
+    """(place in the table, plan) of the candidates that speak for just these axes."""
+    plans = [(place, make(axes)) for place, make in enumerate(registry.candidate_plans.values())]
+    return [(place, plan) for place, plan in plans if plan is not None]
