@@ -83,9 +83,7 @@ def plan_for_budget(
     fastest, leanest = search.run(budget_bytes)
     if fastest is None:
         return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
-    done = fastest.done
-    if completion.has_two_buckets:
-        done = completion.finish_best(fastest.decided, budget_bytes)
+    done = completion.finish_best(fastest.decided, budget_bytes, fastest.done)
     fitting = [(fastest.decided, done)]
     for decided in named:
         if _may_be_sooner(completion, decided, budget_bytes, fitting):
@@ -164,10 +162,8 @@ def plan_from_known(
     )
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {budget_text(budget_bytes)} a rank")
-    decided, done = best.proposal.plan(), best.done
-    if completion.has_two_buckets:
-        done = completion.finish_best(decided, budget_bytes)
-    return _with_counted_figures(completion, decided, done)
+    decided = best.proposal.plan()
+    return _with_counted_figures(completion, decided, completion.finish_best(decided, budget_bytes, best.done))
 
 
 def _faster_plan(

@@ -131,14 +131,18 @@ class Completion:
             return best
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
-    def finish_best(self, decided: Decisions, budget_bytes: int | None) -> FinishedProgram:
-        """As `finish`, or in buckets that the budget does not limit, where that fits and ends sooner."""
+    def finish_best(
+        self, decided: Decisions, budget_bytes: int | None, small: FinishedProgram | None = None
+    ) -> FinishedProgram:
+        """As `finish`, or in buckets that the budget does not limit, where that fits and ends sooner. small: what
+        `finish` gave, where it was asked before.
+        """
         if budget_bytes is None or not self.has_two_buckets:
-            return self.finish(decided, budget_bytes)
+            return small or self.finish(decided, budget_bytes)
         large = attrs.evolve(self, small_buckets=False).finish(decided, budget_bytes)
         if large.fits(budget_bytes) and large.more_s <= large.asked_s:
             return large
-        small = self.finish(decided, budget_bytes)
+        small = small or self.finish(decided, budget_bytes)
         is_better = large.fits(budget_bytes) and (not small.fits(budget_bytes) or self.end_s(large) < self.end_s(small))
         return large if is_better else small
 
