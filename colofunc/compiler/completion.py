@@ -250,8 +250,11 @@ class Completion:
 
     @property
     def has_two_buckets(self) -> bool:
-        """Whether a program is finished in buckets that a budget limits, and in others."""
-        return self.gives_way and self.mesh.size > 1 and len(self.program.nodes) <= TWICE_NODES
+        """Whether a program is finished in buckets that a budget limits, and in others. Where copies are looked for that
+        takes too long.
+        """
+        is_quick = bool(self.searches) and not self.moves and len(self.program.nodes) <= TWICE_NODES
+        return is_quick and self.mesh.size > 1
 
     @property
     def follows_policies(self) -> bool:
