@@ -50,8 +50,10 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
             wishes = [wish for plan in plans for wish in _wishes(plan, program, mesh, candidates.rules)]
             constraints = sharder.constraints | constraints_of(wishes, program, mesh, candidates.rules)
             known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
-            # Among what was searched it says what else there was; what lies in stripes is not among it.
-            decided = sharder.decide(None, in_model_of(sharder.assign(None), known, program) or known)
+            among = in_model_of(sharder.assign(None), known, program)
+            if among is None:  # a plan with stripes that nobody wishes could not be given to another step
+                continue
+            decided = sharder.decide(None, among)
             yield decided_by(decided.plan, program, mesh, followed, sharder.constraints)
         except PlanError:
             continue
