@@ -17,16 +17,12 @@ from typing import Any
 import attrs
 
 from colofunc.compiler.decisions import Candidates, Decisions
-from colofunc.compiler.plan_cache import decided_by
 from colofunc.compiler.sharder import Sharder
 from colofunc.errors import PlanError
-from colofunc.mesh import Mesh
 from colofunc.planner.sharding.assign import Memo, in_model_of
-from colofunc.planner.wishes.propagation import Rules
-from colofunc.planner.wishes.wish import Wish, wishes_of
+from colofunc.planner.wishes.wish import wishes_of
 from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.plugins.registry import Registry
-from colofunc.program.ir import Program
 
 MOST_NODES = 1000
 """Of larger programs only what the search finds is finished: there what one collective begins with is little beside
@@ -36,33 +32,24 @@ what it moves."""
 def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]:
     """Of every set of named plans for the open axes the cheapest sharding.
 
-    Those are left out that contradict what the user says, and those of which the plan, as text, cannot be followed
-    without them.
+    Those are left out that contradict what the user says, and those that are not among what is searched.
     """
     program, mesh = sharder.program, sharder.completion.mesh
     open_axes = tuple(axis for axis in sharder.axes if axis not in sharder.named and mesh.axis_size(axis) > 1)
     if not open_axes or len(program.nodes) > MOST_NODES:
         return
-    candidates, followed = Candidates(program, mesh, registry), Candidates(program, mesh, registry)
+    candidates = Candidates(program, mesh, registry)
     for plans in _sets_of_plans(registry, open_axes):
         candidates.memo = Memo()  # what was found under other constraints
         try:
-            wishes = [wish for plan in plans for wish in _wishes(plan, program, mesh, candidates.rules)]
+            wishes = [wish for plan in plans for wish in wishes_of(plan, program, plan.name, mesh, candidates.rules)]
             constraints = sharder.constraints | constraints_of(wishes, program, mesh, candidates.rules)
             known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
             among = in_model_of(sharder.assign(None), known, program)
-            if among is None:  # a plan with stripes that nobody wishes could not be given to another step
-                continue
-            decided = sharder.decide(None, among)
-            yield decided_by(decided.plan, program, mesh, followed, sharder.constraints)
         except PlanError:
             continue
-
-
-def _wishes(plan: Any, program: Program, mesh: Mesh, rules: Rules) -> list[Wish]:
-    """Those of a plan, which say that nobody asked for it."""
-    wishes = wishes_of(plan, program, plan.name, mesh, rules)
-    return [attrs.evolve(wish, source=f"{wish.source}, counted beside what is searched") for wish in wishes]
+        if among is not None:  # a plan with stripes that nobody wishes could not be given to another step
+            yield sharder.decide(None, among)
 
 
 def _sets_of_plans(registry: Registry, axes: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:

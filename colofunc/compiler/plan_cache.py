@@ -40,10 +40,9 @@ from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.ir import Program
 from colofunc.program.lower import Choice, call_of
-from colofunc.spec.layout import Layout, is_major
-from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.layout import Layout
+from colofunc.spec.rule import Strategy
 from colofunc.spec.spec import bind, names_of
-from colofunc.spec.strategies import as_operands_lie
 
 # ---- plans of steps that are prepared again ----
 #
@@ -269,9 +268,7 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
             raise PlanError(f"the plan says nothing of {key}")
         same = (call, id(decision))
         if same not in found:
-            options = [*candidates.along(node, _axes(decision, mesh), None)]
-            options += _as_operands_lie(decision, call, mesh, candidates.rule(call))
-            found[same] = _strategy(decision, options, names_of(mesh))
+            found[same] = _strategy(decision, candidates.along(node, _axes(decision, mesh), None), names_of(mesh))
         choices.append(Choice(found[same], candidates.rule(call)))
     layouts: dict[int, Layout] = {}
     for input_id, leaf in zip(program.inputs, plan.inputs, strict=True):
@@ -292,17 +289,6 @@ def _axes(decision: Decision, mesh: Mesh) -> tuple[str, ...]:
             words.add(word)
             words.update(word.lstrip("+").replace(":", " ").split())
     return tuple(axis for axis in mesh.axis_names if axis in words)
-
-
-def _as_operands_lie(decision: Decision, call: Call, mesh: Mesh, rule: Rule | None) -> list[Strategy]:
-    """The strategy that takes operands as the plan says: some ways to lie are enumerated only where somebody wishes
-    them.
-    """
-    layouts = [bind(text, mesh, given.shape) for text, given in zip(decision.ins, call.ins, strict=True)]
-    if rule is None or all(map(is_major, layouts)):
-        return []
-    strategy = as_operands_lie(call, rule, layouts, decision.axes)
-    return [] if strategy is None else [strategy]
 
 
 def _strategy(decision: Decision, options: Sequence[Strategy], taken: tuple[str, ...]) -> Strategy:
