@@ -1,5 +1,5 @@
 """Automatic is not behind a named plan, nor behind a named policy within what that one holds: many small layers, whose messages go
-together, a transformer, convolutions."""
+together, a transformer with its three projections in one, convolutions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,13 +40,12 @@ class Attention(nn.Module):
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()
         self.heads, self.norm = heads, nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        normed = self.norm(x)
-        q, k, v = (part(normed).view(rows, length, self.heads, width // self.heads).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(mixed)
         return x + self.down(nn.functional.gelu(self.up(x)))
@@ -103,10 +102,11 @@ def test_a_budget_costs_no_time_that_a_named_policy_saves(model: str, policy: st
 
 
 def test_what_a_named_plan_wins_is_found_in_the_cache_and_trains_as_one_device_does(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights lie in stripes, one of each projection, which no enumeration has."""
     monkeypatch.setenv("COLOFUNC_CACHE", str(tmp_path))
     step, *args = training("attention")
     first = cf.shard(step, cf.Mesh(**DT)).lower(*args)
-    assert any("tp" in leaf.spec for leaf in first.plan.inputs)
+    assert any("(a tp 32) b" in leaf.spec for leaf in first.plan.inputs)
     monkeypatch.setattr(planning, "plan_for_budget", lambda *_: pytest.fail("the cache has it"))
     again = cf.shard(step, cf.Mesh(**DT)).lower(*args)
     assert local_hash(again.program) == local_hash(first.program)
@@ -130,3 +130,22 @@ def test_another_length_is_as_fast_as_planned_from_nothing_with_named_plans_too(
     staged = cf.shard(step, mesh)
     staged.lower(state, batch[:64])
     assert planned(staged, state, batch).cost_s <= 1.01 * planned(cf.shard(step, mesh), state, batch).cost_s
+
+
+def test_a_plan_with_stripes_is_followed_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved and loaded, and at another length, where it is begun from: nobody wishes its stripes there."""
+    monkeypatch.setenv("COLOFUNC_CACHE", "off")
+    step, state, batch = training("attention")
+    sharded = cf.shard(step, cf.Mesh(**DT))
+    low = sharded.lower(state, batch)
+    low.plan.save(tmp_path / "plan.json")
+    followed = cf.shard(step, cf.Mesh(**DT)).with_plan(cf.Plan.load(tmp_path / "plan.json")).lower(state, batch)
+    assert [leaf.spec for leaf in followed.plan.inputs] == [leaf.spec for leaf in low.plan.inputs]
+    assert local_hash(followed.program) == local_hash(low.program)
+    longer = torch.randn(8, 96, 64)
+    assert sharded.lower(state, longer).plan.cost_s <= planned(cf.shard(step, cf.Mesh(**DT), *PLANS[-1][1]), state, longer).cost_s * (1 + 1e-9)
+    placed = sharded.init(state, batch)
+    for each in (batch, longer):
+        placed, metrics = sharded(placed, each)
+        state, expected = step(state, each)
+        torch.testing.assert_close(metrics["loss"].full(), expected["loss"], rtol=1e-4, atol=1e-6)

@@ -164,6 +164,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (ROOT / "docs" / "reference.md").read_text() == reference_page()
     assert (ROOT / "docs" / "environment.md").read_text() == environment_page()
     assert (ROOT / "docs" / "constants.md").read_text() == constants_page()
+    assert "|  |" not in constants_page()  # each says what it is for
     for hook in hookspecs.HOOKS:
         assert inspect.getdoc(getattr(hookspecs, hook)) in hooks_page().replace("\n    ", "\n")
     for name in dir(cf):

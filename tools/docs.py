@@ -278,7 +278,7 @@ def environment_page() -> str:
 
 # ---- constants ----
 
-CONSTANTS_OF = ("colofunc/planner", "colofunc/compiler", "colofunc/spec/conversions", "plugins/pipeline")
+CONSTANTS_OF = ("colofunc/planner", "colofunc/compiler", "colofunc/program", "colofunc/spec", "colofunc/transforms", "plugins")
 """Folders whose modules decide by numbers."""
 
 
@@ -321,10 +321,10 @@ def _is_number(node: ast.expr) -> bool:
 def constants_page() -> str:
     """docs/constants.md"""
     parts = [
-        NOTE.format(", ".join(CONSTANTS_OF)) + "# Constants of planning\n",
-        "The numbers that the planner, the compiler, conversions and pipeline schedules decide by, or are limited by. Those of "
-        "passes stand in `colofunc/program`, those of machines in `colofunc/mesh`. What switching off a search costs, "
-        "and what other values of its limits change, is in [the architecture](architecture.md#why-a-heuristic-is-there).\n",
+        NOTE.format(", ".join(CONSTANTS_OF)) + "# Constants\n",
+        "The numbers that the planner, the compiler, passes, conversions, transforms and plugins decide by, or are limited "
+        "by. Those of machines stand in `colofunc/mesh`. What switching off a search costs, and what other values of its "
+        "limits change, is in [the architecture](architecture.md#why-a-heuristic-is-there).\n",
     ]
     for folder in CONSTANTS_OF:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -73,6 +73,14 @@ class Candidates:
     def _rules_of_program(self) -> Rules:
         return Rules(self.program, self.mesh, self.registry)
 
+    def under_other_wishes(self, memo: Memo) -> Candidates:
+        """The same for searches under other constraints, which `memo` is of; what was enumerated is known to both."""
+        again = Candidates(self.program, self.mesh, self.registry)
+        again.rules, again.memo = self.rules, memo
+        again._with_rows, again._reductions = self._with_rows, self._reductions
+        again._seen, again._following = self._seen, self._following
+        return again
+
     def rule(self, call: Call) -> Rule | None:
         """The rule of a call, checked; memoised by call."""
         return self.rules.rule_of_call(call)

@@ -16,7 +16,8 @@ from typing import Any
 
 import attrs
 
-from colofunc.compiler.decisions import Candidates, Decisions
+from colofunc.compiler.decisions import Decisions
+from colofunc.compiler.plan_cache import decided_by
 from colofunc.compiler.sharder import Sharder
 from colofunc.errors import PlanError
 from colofunc.planner.sharding.assign import Memo, in_model_of
@@ -32,24 +33,33 @@ what it moves."""
 def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]:
     """Of every set of named plans for the open axes the cheapest sharding.
 
-    Those are left out that contradict what the user says, and those that are not among what is searched.
+    Those are left out that contradict what the user says, and those of which the plan, as text, cannot be followed
+    without them.
     """
     program, mesh = sharder.program, sharder.completion.mesh
     open_axes = tuple(axis for axis in sharder.axes if axis not in sharder.named and mesh.axis_size(axis) > 1)
     if not open_axes or len(program.nodes) > MOST_NODES:
         return
-    candidates = Candidates(program, mesh, registry)
+    staged_axes = {axis for axis, _ in sharder.constraints.at.values()}
+    found = sharder.assign(None)
     for plans in _sets_of_plans(registry, open_axes):
-        candidates.memo = Memo()  # what was found under other constraints
+        # A plan leaves little open: where what was found leads to under it, nothing is gained by leaving that again.
+        candidates = sharder.candidates.under_other_wishes(Memo(like=found, restarts=0))
         try:
             wishes = [wish for plan in plans for wish in wishes_of(plan, program, plan.name, mesh, candidates.rules)]
-            constraints = sharder.constraints | constraints_of(wishes, program, mesh, candidates.rules)
+            plans_say = constraints_of(wishes, program, mesh, candidates.rules)
+            constraints = sharder.constraints | plans_say.offering_nothing_on(staged_axes)
             known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
-            among = in_model_of(sharder.assign(None), known, program)
+            among = in_model_of(found, known, program)
+            if among is not None:  # it says what else there was
+                yield sharder.decide(None, among)
+                continue
+            # What lies in stripes is not among what was searched: the plan has to say enough to be followed by itself.
+            plan = sharder.decide(None, known).plan
+            without_wishes = sharder.candidates.under_other_wishes(Memo())
+            yield decided_by(plan, program, mesh, without_wishes, sharder.constraints)
         except PlanError:
             continue
-        if among is not None:  # a plan with stripes that nobody wishes could not be given to another step
-            yield sharder.decide(None, among)
 
 
 def _sets_of_plans(registry: Registry, axes: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:

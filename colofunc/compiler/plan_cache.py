@@ -34,7 +34,7 @@ from colofunc.executors.rank_program import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Decision, Plan
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.sharding.explain import node_keys
+from colofunc.planner.sharding.explain import node_keys, strategies_in
 from colofunc.planner.sharding.flows import copies_of
 from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
@@ -268,7 +268,9 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
             raise PlanError(f"the plan says nothing of {key}")
         same = (call, id(decision))
         if same not in found:
-            found[same] = _strategy(decision, candidates.along(node, _axes(decision, mesh), None), names_of(mesh))
+            options = [*candidates.along(node, _axes(decision, mesh), None)]
+            options += strategies_in(decision, call, candidates.rule(call), mesh)
+            found[same] = _strategy(decision, options, names_of(mesh))
         choices.append(Choice(found[same], candidates.rule(call)))
     layouts: dict[int, Layout] = {}
     for input_id, leaf in zip(program.inputs, plan.inputs, strict=True):

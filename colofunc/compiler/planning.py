@@ -145,7 +145,7 @@ class Planning:
 
     def _from(self, like: Lowered, constraints: Constraints) -> Outcome:
         """Searched from what `like` decides. Raises PlanError where that cannot be."""
-        as_there = constraints | constraints_from(like.plan, self.program, like.mesh)
+        as_there = constraints | constraints_from(like.plan, self.program, like.mesh, self.candidates.rule_of)
         self.candidates.memo = Memo()
         known = self._sharder(as_there).assign(None)
         sharder = self._sharder(constraints)

@@ -115,7 +115,7 @@ def constraints_of_user(
     if wishes:
         constraints = constraints | constraints_of(wishes, program, mesh, rules)
     if plan is not None:
-        constraints = constraints | constraints_from(plan, program, mesh)
+        constraints = constraints | constraints_from(plan, program, mesh, rules.rule)
     rows = _as_usual(program, mesh, usual, named, constraints)
     if rows:
         constraints = constraints | constraints_of(rows, program, mesh, rules)

@@ -34,6 +34,7 @@ from colofunc.spec.layout import at_text, covers
 
 STAGES = ("global", "local", "inplace")
 NEIGHBOURS = 3
+"""An error shows this many operators before the one that is wrong, and as many after it."""
 MOST_CALLS = 100_000
 """Calls whose result types are kept."""
 

@@ -28,6 +28,7 @@ from colofunc.program.ir import Node, Program
 from colofunc.program.memory import StorageMap, lies, memory_of_body
 
 PAGE_BYTES = 4096
+"""Sizes of buffers that are passed on are whole numbers of these."""
 STEPS = (0, 8, 4, 2, 1)
 """In how many steps sizes double; 0: every number of pages is a class of its own."""
 

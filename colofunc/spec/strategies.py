@@ -387,6 +387,25 @@ def enumerate_layouts(
     return tuple(layouts)
 
 
+def as_operands_lie(
+    call: Call, rule: Rule, layouts: Sequence[Layout], axes: Sequence[tuple[str, str]]
+) -> Strategy | None:
+    """The strategy that takes all operands as they lie; None where they do not fit together.
+
+    `axes`: (axis, factor), in the order of the strategy's name.
+    """
+    placement: dict[str, Dim] = {}
+    for operand, layout in zip(rule.ins, layouts, strict=True):
+        placed = place(operand, rule, layout)
+        if placed is None or any(placement.setdefault(factor, dim) != dim for factor, dim in placed.items()):
+            return None
+    factors = dict.fromkeys(factor for _, factor in axes)
+    if factors.keys() != placement.keys():
+        return None
+    strategy = build(call, rule, {factor: placement[factor] for factor in factors})
+    return strategy if strategy.ins == tuple(layouts) else None
+
+
 def follow(call: Call, rule: Rule, operand: int, layout: Layout) -> Strategy | None:
     """The strategy that takes operand `operand` as it lies, striped or composite as it may be; None if it cannot."""
     placement = place(rule.ins[operand], rule, layout)

@@ -56,6 +56,7 @@ AMAX_HISTORY = KeptRecord(
     KEY, (FIELD,), "cf.fp8(scaling='delayed') keeps largest numbers", "scaling='tensorwise', which keeps none"
 )
 HISTORY = 16
+"""Steps whose largest numbers delayed scaling keeps, where the user says none."""
 
 
 def fp8(

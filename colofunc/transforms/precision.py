@@ -47,7 +47,7 @@ LOSS_SCALE = KeptRecord(
 )  # fmt: skip
 FIRST = 32768.0  # the largest power of two in float16, so that a loss in float16 can be scaled by it
 GROWS_AFTER = 2000  # good steps in a row
-LEAST = 1.0
+LEAST = 1.0  # a loss scale is never halved below this
 LOOKS_EVERY = 100  # calls
 PATIENCE = 100  # skipped steps in a row
 

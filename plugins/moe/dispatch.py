@@ -37,7 +37,9 @@ from colofunc import collectives
 
 FORWARD, BACKWARD = "colofunc.experts", "colofunc.experts_backward"
 SLACK = 1.5
+"""A round has room for this many times the rows that an expert is expected to get."""
 MOST_ROUNDS = 16
+"""Tokens are sent in at most this many rounds."""
 
 
 @attrs.frozen

@@ -26,7 +26,7 @@ from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraints, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.enumeration import more_choices
-from colofunc.planner.sharding.flows import ConvertS, copies_of, settled_layout
+from colofunc.planner.sharding.flows import Conversions, ConvertS, copies_of, settled_layout
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, PairwiseModel, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
@@ -83,12 +83,13 @@ class Memo:
     """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered.
 
     `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from
-    nothing else. `around_fastest`: the same of the problem in which all but the largest axes lie as in `fastest`, where
+    nothing else; `restarts`: how often they leave it and descend anew. `around_fastest`: the same of the problem in which all but the largest axes lie as in `fastest`, where
     axes are decided by turns.
     """
 
     fastest: Assignment | None = None
     like: Assignment | None = None
+    restarts: int = RESTARTS
     models: dict[frozenset[int], tuple[PairwiseModel, Liveness]] = attrs.field(factory=dict)
     fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
     # (`fits` before, a search that met none)
@@ -134,11 +135,12 @@ def assign(
     """
     convert = convert_s or free
     memo = memo or Memo()
-    restarts = 0 if memo.like is None else RESTARTS
+    restarts = 0 if memo.like is None else memo.restarts
     if memo.fastest is None:
         memo.fastest = _fastest(
-            program, mesh, candidates, constraints, convert, tied, starts, effort, fresh, few, near, kernel_s, restarts
-        )
+            program, mesh, candidates, constraints, convert, tied, starts, effort, fresh, few, near, kernel_s, restarts,
+            None if memo.like is None else memo.like.model.conversions,
+        )  # fmt: skip
     found = memo.fastest
     if not price_s and (budget_bytes is None or found.peak_bytes <= budget_bytes):
         return found
@@ -191,8 +193,9 @@ def _fastest(
     near: Callable[[Node | Value, Strategy], bool] | None,
     kernel_s: KernelS | None,
     restarts: int,
+    conversions: Conversions | None,
 ) -> Assignment:
-    """The cheapest assignment found, whatever its peak."""
+    """The cheapest assignment found, whatever its peak. `conversions`: those that are known already."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, members[0], candidates, constraints, near) for members in ties.members]
     options = reachable(program, ties, options)
@@ -208,6 +211,7 @@ def _fastest(
         convert,
         dict(constraints.outputs),
         always,
+        conversions,
         sums=constraints.sums,
         kernel_s=kernel_s,
     )

@@ -17,16 +17,18 @@ from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan, Pl
 from colofunc.planner.plan_table import size_text, time_text
 from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.classes import starred
-from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints
+from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.flows import Flow, settled_layout
 from colofunc.program.ir import Node, Program
+from colofunc.program.lower import call_of
 from colofunc.program.passes.simplify_known import mask_of
 from colofunc.program.text import target_text
 from colofunc.spec.conversions.conversion import conversion
-from colofunc.spec.layout import At, Layout
-from colofunc.spec.rule import Rule, Strategy
+from colofunc.spec.layout import At, Layout, is_major
+from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.spec import bind, names_of
+from colofunc.spec.strategies import as_operands_lie
 
 # A mask of more bytes than this is named in the plan: 16,384 rows and columns of bool.
 MAX_MASK_BYTES = 1 << 27
@@ -326,10 +328,13 @@ def _specs(found: Assignment, number: int, taken: tuple[str, ...]) -> tuple[Alte
     return tuple(sorted(others, key=lambda other: other.more_s)[:SHOWN])
 
 
-def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
+def constraints_from(
+    plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf = lambda node: None
+) -> Constraints:
     """Decide as `plan` did wherever it speaks: nodes by key, input leaves by name. Other nodes and leaves stay open.
 
-    Raises PlanError where the mesh has other axes, or the plan knows nothing of this program.
+    What no search offers by itself, such as weights in stripes, is offered. Raises PlanError where the mesh has other
+    axes, or the plan knows nothing of this program.
     """
     # Specs name axes, so those of another mesh mean nothing here.
     if tuple(plan.mesh) != tuple(mesh.axes):
@@ -348,22 +353,44 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
         if leaf is None or leaf.shape != value.shape:
             continue
         says = f"the plan's {leaf.spec!r} for {leaf.name}"
-        items[position] = (_keeps((leaf.spec,), (), leaf.spec, mesh, says),)
+        layout = bind(leaf.spec, mesh, leaf.shape)
+        offers = () if is_major(layout) else (leaf_strategy(layout),)
+        items[position] = (_keeps((leaf.spec,), (), leaf.spec, mesh, says, offers),)
         if leaf.at is not None:
             at[position] = leaf.at
     # Items are numbered through: first the inputs, then the nodes.
-    for item, key in enumerate(node_keys(program), len(program.inputs)):
+    keyed = zip(program.nodes, node_keys(program), strict=True)
+    for item, (node, key) in enumerate(keyed, len(program.inputs)):
         decision = decision_of.get(key)
         if decision is None:
             continue
         says = f"the plan's {decision.strategy} for {key}"
-        items[item] = (_keeps(decision.outs, decision.ins, decision.strategy, mesh, says),)
+        offers = strategies_in(decision, call_of(node, program.values)[0], rule_of(node), mesh)
+        items[item] = (_keeps(decision.outs, decision.ins, decision.strategy, mesh, says, offers),)
     if not items:
         raise PlanError("the plan matches no operator and no input of this step; it was made for another function")
     return Constraints(items, at=at)
 
 
-def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: Mesh, says: str) -> Constraint:
+def strategies_in(decision: Decision, call: Call, rule: Rule | None, mesh: Mesh) -> tuple[Strategy, ...]:
+    """The strategy that a decision describes, where no enumeration has it: some operand lies in stripes."""
+    if rule is None:
+        return ()
+    layouts = [bind(text, mesh, given.shape) for text, given in zip(decision.ins, call.ins, strict=True)]
+    if all(map(is_major, layouts)):
+        return ()
+    strategy = as_operands_lie(call, rule, layouts, decision.axes)
+    return () if strategy is None else (strategy,)
+
+
+def _keeps(
+    outs: tuple[str | None, ...],
+    ins: tuple[str, ...],
+    name: str,
+    mesh: Mesh,
+    says: str,
+    offers: tuple[Strategy, ...],
+) -> Constraint:
     """Layouts as a plan has them.
 
     Where axes are decided one after another, those that have been decided lie as there.
@@ -387,7 +414,7 @@ def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: 
 
         return holds
 
-    return Constraint(("plan", name, ins, outs), accepts, says, axes=axes, partly=accepts_on)
+    return Constraint(("plan", name, ins, outs), accepts, says, offers, axes, partly=accepts_on)
 
 
 def _alike(one: Layout, other: Layout, axes: Collection[str]) -> bool:

@@ -30,6 +30,7 @@ from colofunc.program.ir import Node, Program
 from colofunc.program.passes.kernels import capability_on
 
 LEAST_CAPABILITY = (8, 0)
+"""Compute capability of the first cards with products in bfloat16, A100s."""
 LARGE = 1 << 20
 """Elements of a parameter from which on memory takes longer than a call of its own."""
 

@@ -23,7 +23,9 @@ from statistics import fmean, pstdev
 from colofunc.errors import PlanError
 
 REACH = 1 << 20
+"""Elements above the largest tensor, up to which sizes of chunks are tried."""
 STEP = 128
+"""Elements between two sizes that are tried."""
 
 
 def pack_chunks(sizes: Sequence[int], chunk: int) -> tuple[tuple[int, ...], ...]:

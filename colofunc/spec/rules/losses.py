@@ -30,6 +30,7 @@ from colofunc.spec.rules.pattern import RuleFn, dims_of
 from colofunc.spec.rules.pointwise import aligned
 
 NONE, MEAN, SUM = 0, 1, 2
+"""Numbers of torch's `reduction` of a loss (`at::Reduction`)."""
 Layouts = tuple[Layout | None, ...]
 
 
