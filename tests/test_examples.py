@@ -63,6 +63,7 @@ def tiny_lm(tmp_path: Path) -> tuple[str, ...]:
     return ("--model", str(tmp_path / "model"), "--data", str(tmp_path / "*.txt"), *sizes.split())
 
 
+@pytest.mark.sweep  # with its state on disk one is killed by default
 def test_a_fine_tuning_that_is_killed_goes_on_bit_for_bit(tiny_lm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = script("finetune_lm", monkeypatch).main
     whole = main([*tiny_lm, "--out", str(tmp_path / "whole")])

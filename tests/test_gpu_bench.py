@@ -55,7 +55,7 @@ SWEPT = {
     6: ("a step",),
     7: ("LLaMA", "OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
     9: ("model 1", "model 2", "model 3"),
-    10: ("exposed copies", "disk"),
+    10: ("in 40 GB", "exposed copies", "disk"),
     12: ("speed",),
     13: ("int4",),
     14: ("numbers, rowwise", "numbers, rowwise_with_gw_hp", "numbers, delayed", "speed"),
