@@ -88,12 +88,11 @@ class _Among:
             return [self.tried(self.orders[last]())] if self.below_s == inf else []
         most_s = min(self.below_s, self.whole.more_s) if self.whole.fits(self.budget) else self.below_s
         high = self._first(low, last, lambda k: self.again_s(k) >= most_s) - 1
-        # from where copies are hidden, less is faster
-        if low <= high and self.sketch(high).more_s <= self.again_s(high):
-            hidden = self._first(
-                low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k)
-            )
-            high = min(hidden, high)
+        # From where copies are hidden, less is faster.
+        if low <= high and self._hides(low):
+            high = low
+        elif low <= high and self._hides(high):
+            high = self._first(low, high, self._hides)
         self._search(low, high)
         found, gain_s = list[FinishedProgram](), 0.0  # gained by what was searched in full, beyond its sketch
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
@@ -146,6 +145,10 @@ class _Among:
         if k not in self.sketches:
             self.sketches[k] = self.tried(self.orders[k](), self.whole)
         return self.sketches[k]
+
+    def _hides(self, k: int) -> bool:
+        """Whether an order fits and takes no more time than what it makes again."""
+        return self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k)
 
     def again_s(self, k: int) -> float:
         if k not in self.again:
