@@ -31,7 +31,7 @@ from colofunc.planner.joint import (
     decide_jointly,
     frontier,
 )
-from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
+from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, others
 from colofunc.planner.sharding.by_axes import MOST_AXES
 from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_any
 from colofunc.program.ir import Program
@@ -146,7 +146,7 @@ def plan_from_known(
     sharder.candidates.memo = Memo(like=None if is_medium else known)
     if budget_bytes is None or not completion.gives_way:
         found = sharder.assign(budget_bytes)
-        return _faster_plan(sharder, in_model_of(found, known, program) or known, found, budget_bytes)
+        return _faster_plan(sharder, sharder.among(found, known), found, budget_bytes)
 
     def finish(sharding: Sharding, below_s: float) -> FinishedProgram:
         return completion.finish(sharding(), budget_bytes, below_s)

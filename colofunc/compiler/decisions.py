@@ -14,7 +14,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan, PlanOfAxis
-from colofunc.planner.sharding.assign import Assignment, Memo
+from colofunc.planner.sharding.assign import Assignment, Memo, in_model_of, offering
 from colofunc.planner.sharding.by_axes import assign_by_axes
 from colofunc.planner.sharding.constraints import Constraints, agrees, leaf_strategy
 from colofunc.planner.sharding.explain import make_plan
@@ -324,13 +324,36 @@ def assigned(
 ) -> Assignment:
     """Who computes what: over all open axes at once where at most two are open, axis by axis beyond."""
     candidates.follow_wishes(constraints)
-    kernel_s = KernelSeconds(program, mesh, candidates.registry.kernels, candidates.rule_of)
+    kernel_s = _kernel_seconds(program, mesh, candidates)
     staged_axis = next((axis for axis, _ in constraints.at.values()), None)
     convert_s = pattern_s if staged_axis is None else partial(pattern_s, apart=staged_axis)
     return assign_by_axes(
         program, mesh, candidates.along, constraints, convert_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
         price_s=price_s, kernel_s=kernel_s,
     )  # fmt: skip
+
+
+def among_options(
+    program: Program,
+    mesh: Mesh,
+    candidates: Candidates,
+    constraints: Constraints,
+    found: Assignment,
+    known: Assignment,
+) -> Assignment:
+    """`known` as a choice in the model of `found`, so that a plan can say what else could have been.
+
+    Options that it lacks are added. As it is where it tells apart what is decided as one there.
+    """
+    among = in_model_of(found, known, program)
+    if among is None:
+        kernel_s = _kernel_seconds(program, mesh, candidates)
+        among = in_model_of(offering(found, known, program, mesh, constraints, kernel_s), known, program)
+    return among or known
+
+
+def _kernel_seconds(program: Program, mesh: Mesh, candidates: Candidates) -> KernelSeconds:
+    return KernelSeconds(program, mesh, candidates.registry.kernels, candidates.rule_of)
 
 
 def decide(

@@ -20,7 +20,7 @@ from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.plan_cache import decided_by
 from colofunc.compiler.sharder import Sharder
 from colofunc.errors import PlanError
-from colofunc.planner.sharding.assign import Memo, in_model_of
+from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.wishes.wish import wishes_of
 from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.plugins.registry import Registry
@@ -41,7 +41,7 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
     if not open_axes or len(program.nodes) > MOST_NODES:
         return
     staged_axes = {axis for axis, _ in sharder.constraints.at.values()}
-    found = sharder.assign(None)
+    found, without_wishes = sharder.assign(None), sharder.candidates.under_other_wishes(Memo())
     for plans in _sets_of_plans(registry, open_axes):
         # A plan leaves little open: where what was found leads to under it, nothing is gained by leaving that again.
         candidates = sharder.candidates.under_other_wishes(Memo(like=found, restarts=0))
@@ -50,13 +50,8 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
             plans_say = constraints_of(wishes, program, mesh, candidates.rules)
             constraints = sharder.constraints | plans_say.offering_nothing_on(staged_axes)
             known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
-            among = in_model_of(found, known, program)
-            if among is not None:  # it says what else there was
-                yield sharder.decide(None, among)
-                continue
-            # What lies in stripes is not among what was searched: the plan has to say enough to be followed by itself.
-            plan = sharder.decide(None, known).plan
-            without_wishes = sharder.candidates.under_other_wishes(Memo())
+            # The plan has to say enough to be followed by itself, also where weights lie in stripes.
+            plan = sharder.decide(None, sharder.among(found, known)).plan
             yield decided_by(plan, program, mesh, without_wishes, sharder.constraints)
         except PlanError:
             continue

@@ -17,7 +17,7 @@ from functools import cache, partial
 import attrs
 
 from colofunc.compiler.completion import Completion
-from colofunc.compiler.decisions import Candidates, Decisions, assigned, decide
+from colofunc.compiler.decisions import Candidates, Decisions, among_options, assigned, decide
 from colofunc.planner.joint import Proposal
 from colofunc.planner.plan import PlanOfAxis
 from colofunc.planner.sharding.assign import Assignment
@@ -47,6 +47,11 @@ class Sharder:
         return assigned(
             completion.program, completion.mesh, self.candidates, self.constraints, self.axes, budget_bytes, price_s
         )
+
+    def among(self, found: Assignment, known: Assignment) -> Assignment:
+        """`known` as a choice among the options of `found`, and those that it lacks."""
+        completion = self.completion
+        return among_options(completion.program, completion.mesh, self.candidates, self.constraints, found, known)
 
     def decide(self, budget_bytes: int | None, assignment: Assignment | None = None) -> Decisions:
         """The decisions of an assignment, or of the one that is found for the budget."""

@@ -83,8 +83,8 @@ class Memo:
     """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered.
 
     `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from
-    nothing else; `restarts`: how often they leave it and descend anew. `around_fastest`: the same of the problem in which all but the largest axes lie as in `fastest`, where
-    axes are decided by turns.
+    nothing else; `restarts`: how often they leave it and descend anew. `around_fastest`: the same of the problem in
+    which all but the largest axes lie as in `fastest`, where axes are decided by turns.
     """
 
     fastest: Assignment | None = None
@@ -244,6 +244,27 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
         if (strategy.ins, strategy.outs) != (wanted.ins, wanted.outs):
             return None
     return again
+
+
+def offering(
+    found: Assignment,
+    known: Assignment,
+    program: Program,
+    mesh: Mesh,
+    constraints: Constraints,
+    kernel_s: KernelS | None,
+) -> Assignment:
+    """`found`, whose model has the strategies of `known` beside its own: such as weights in stripes."""
+    options = []
+    for members, strategies in zip(found.ties.members, found.model.options, strict=True):
+        taken = strategy_of(known, members[0])
+        lacks = all((strategy.ins, strategy.outs) != (taken.ins, taken.outs) for strategy in strategies)
+        options.append((*strategies, taken) if lacks else strategies)
+    model = build_model(
+        program, mesh, found.ties, options, free, dict(constraints.outputs), found.regather, found.model.conversions,
+        constraints.sums, kernel_s,
+    )  # fmt: skip
+    return attrs.evolve(found, model=model)
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:

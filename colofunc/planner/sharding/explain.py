@@ -328,9 +328,7 @@ def _specs(found: Assignment, number: int, taken: tuple[str, ...]) -> tuple[Alte
     return tuple(sorted(others, key=lambda other: other.more_s)[:SHOWN])
 
 
-def constraints_from(
-    plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf = lambda node: None
-) -> Constraints:
+def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf = lambda node: None) -> Constraints:
     """Decide as `plan` did wherever it speaks: nodes by key, input leaves by name. Other nodes and leaves stay open.
 
     What no search offers by itself, such as weights in stripes, is offered. Raises PlanError where the mesh has other
@@ -354,8 +352,8 @@ def constraints_from(
             continue
         says = f"the plan's {leaf.spec!r} for {leaf.name}"
         layout = bind(leaf.spec, mesh, leaf.shape)
-        offers = () if is_major(layout) else (leaf_strategy(layout),)
-        items[position] = (_keeps((leaf.spec,), (), leaf.spec, mesh, says, offers),)
+        stripes = () if is_major(layout) else (leaf_strategy(layout),)
+        items[position] = (_keeps((leaf.spec,), (), leaf.spec, mesh, says, stripes),)
         if leaf.at is not None:
             at[position] = leaf.at
     # Items are numbered through: first the inputs, then the nodes.
