@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
-from colofunc.errors import PlanError
+from colofunc.errors import PlanError, SpecError
 from colofunc.mesh import KINDS, Mesh
 from colofunc.planner.describe import describe, repeated_products
 from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan, PlanOfAxis
@@ -356,6 +356,7 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf =
         items[position] = (_keeps((leaf.spec,), (), leaf.spec, mesh, says, stripes),)
         if leaf.at is not None:
             at[position] = leaf.at
+    offered: dict[tuple[str, Call], tuple[Strategy, ...]] = {}
     # Items are numbered through: first the inputs, then the nodes.
     keyed = zip(program.nodes, node_keys(program), strict=True)
     for item, (node, key) in enumerate(keyed, len(program.inputs)):
@@ -363,8 +364,11 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf =
         if decision is None:
             continue
         says = f"the plan's {decision.strategy} for {key}"
-        offers = strategies_in(decision, call_of(node, program.values)[0], rule_of(node), mesh)
-        items[item] = (_keeps(decision.outs, decision.ins, decision.strategy, mesh, says, offers),)
+        call, _ = call_of(node, program.values)
+        like = (decision.keys[0], call)  # identical layers ask the same
+        if like not in offered:
+            offered[like] = strategies_in(decision, call, rule_of(node), mesh)
+        items[item] = (_keeps(decision.outs, decision.ins, decision.strategy, mesh, says, offered[like]),)
     if not items:
         raise PlanError("the plan matches no operator and no input of this step; it was made for another function")
     return Constraints(items, at=at)
@@ -374,7 +378,10 @@ def strategies_in(decision: Decision, call: Call, rule: Rule | None, mesh: Mesh)
     """The strategy that a decision describes, where no enumeration has it: some operand lies in stripes."""
     if rule is None:
         return ()
-    layouts = [bind(text, mesh, given.shape) for text, given in zip(decision.ins, call.ins, strict=True)]
+    try:
+        layouts = [bind(text, mesh, given.shape) for text, given in zip(decision.ins, call.ins, strict=True)]
+    except SpecError:  # sizes are others here, and do not divide
+        return ()
     if all(map(is_major, layouts)):
         return ()
     strategy = as_operands_lie(call, rule, layouts, decision.axes)
