@@ -77,7 +77,7 @@ class Conversions:
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
         self._convert_s, self._mesh = convert_s, mesh
-        self._unstarted = mesh.with_topology(without_starts(mesh.topology)) if mesh.topology.measured else None
+        self._unstarted = mesh.with_topology(without_starts(mesh.topology)) if True else None
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int, int], Array] = {}
 
     def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0, together: int = 1) -> float:

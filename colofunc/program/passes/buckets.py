@@ -90,6 +90,7 @@ def buckets(
 
 
 def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> Program:
+    program = _side_by_side(program, mesh, apart, most)
     found = [b.members for b in _find(program, mesh, apart, most) if len(b.members) > 1]
     if not found:
         return program
@@ -103,6 +104,36 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketL
     return edit.done()
 
 
+def _side_by_side(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> Program:
+    """The program with small collectives of an update moved up to the first of their kind.
+
+    A sum over several axes takes several collectives, each of which reads what the one before gives: `rs0 ar0 ag0 rs1
+    ar1 ag1`. No two of them could share a bucket, because what the first gives is read before the second begins. All
+    gradients are there, so the order may as well be `rs0 rs1 ar0 ar1 ag0 ag1`.
+    """
+    places: list[tuple[int, int]] = []  # of each node: (index of a node, number behind it)
+    made: dict[int, tuple[int, int]] = {}
+    first: dict[Any, _Bucket] = {}
+    for index, node in enumerate(program.nodes):
+        place = (index, 0)
+        small = _small_collective(program, index, mesh, apart) if node.phase == "update" else None
+        if small is not None:
+            group = first.get(small.key)
+            together = small.nbytes + (0 if group is None else group.nbytes)
+            here = None if group is None else (group.members[0], len(group.members))
+            is_made = here is not None and all(made.get(ref, (-1, 0)) < here for ref in node.refs)
+            if group is not None and here is not None and is_made and small.fits(together) and most.allows(together):
+                place = here
+                group.members.append(index)
+                group.nbytes = together
+            else:
+                first[small.key] = _Bucket([index], small.nbytes, index)
+        places.append(place)
+        made.update(dict.fromkeys(node.results, place))
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return program if order == sorted(order) else program.reordered(program.nodes[index] for index in order)
+
+
 def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> list[_Bucket]:
     made = program.made_at
     first = _first_reads(program)
@@ -111,42 +142,63 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit
     # value -> the bucket of the reduction that makes it, which waits for its last member
     reduced: dict[int | None, _Bucket] = {}
     for index, node in enumerate(program.nodes):
-        collective = collective_of(node, program.values)
-        if collective is None or node.target not in _KINDS or node.outs[0] in apart:
+        small = _small_collective(program, index, mesh, apart)
+        if small is None:
             continue
-        kind, axes, _, nbytes = collective
-        alpha_s, beta_s = mesh.alpha_beta(kind, axes)
-        block = _block_of(program, index) if mesh.topology.software.blocks else ""
-        # A block goes as one, however large: its last members would wait behind what the first have let begin.
-        is_whole = bool(block) and kind != "all_reduce"
-        if not is_whole and COPIES * nbytes / mesh.topology.device.memory_bytes_per_s >= alpha_s:
-            continue
-        # What is gathered anew in backward was let go of in between.
-        phase = node.phase if kind == "all_gather" else ""
-        key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase, block)
+        is_gather = node.target == "colofunc.all_gather"
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
-        bucket = open_buckets.get(key)
-        together = nbytes + (0 if bucket is None else bucket.nbytes)
-        is_small = is_whole or together * beta_s <= LATENCIES * alpha_s
-        if bucket is not None and is_small and most.allows(together):
+        bucket = open_buckets.get(small.key)
+        together = small.nbytes + (0 if bucket is None else bucket.nbytes)
+        if bucket is not None and small.fits(together) and most.allows(together):
             waits = reduced.get(node.refs[0])
             early = made.get(node.refs[0], -1) < bucket.members[0] and (
                 waits is None or waits.members[-1] < bucket.members[0]
             )
-            if early if kind == "all_gather" else index < bucket.until:
-                if kind != "all_gather":
+            if early if is_gather else index < bucket.until:
+                if not is_gather:
                     reduced[node.outs[0]] = bucket
                 elif waits is not None:  # read where the gathers are, from now on
                     waits.until = min(waits.until, bucket.members[0])
                 bucket.members.append(index)
-                bucket.nbytes += nbytes
+                bucket.nbytes += small.nbytes
                 bucket.until = min(bucket.until, used)
                 continue
-        open_buckets[key] = _Bucket([index], nbytes, used)
-        if kind != "all_gather":
-            reduced[node.outs[0]] = open_buckets[key]
-        every.append(open_buckets[key])
+        open_buckets[small.key] = _Bucket([index], small.nbytes, used)
+        if not is_gather:
+            reduced[node.outs[0]] = open_buckets[small.key]
+        every.append(open_buckets[small.key])
     return every
+
+
+@attrs.frozen
+class _Small:
+    """A collective that may share a bucket: with those of the same key, up to `full_bytes`."""
+
+    key: tuple[Any, ...]
+    nbytes: int
+    full_bytes: float
+
+    def fits(self, together_bytes: int) -> bool:
+        return together_bytes <= self.full_bytes
+
+
+def _small_collective(program: Program, index: int, mesh: Mesh, apart: frozenset[int]) -> _Small | None:
+    """None: that is no collective, or one that shares no start."""
+    node = program.nodes[index]
+    collective = collective_of(node, program.values)
+    if collective is None or node.target not in _KINDS or node.outs[0] in apart:
+        return None
+    kind, axes, _, nbytes = collective
+    alpha_s, beta_s = mesh.alpha_beta(kind, axes)
+    block = _block_of(program, index) if mesh.topology.software.blocks else ""
+    # A block goes as one, however large: its last members would wait behind what the first have let begin.
+    is_whole = bool(block) and kind != "all_reduce"
+    if not is_whole and COPIES * nbytes / mesh.topology.device.memory_bytes_per_s >= alpha_s:
+        return None
+    # What is gathered anew in backward was let go of in between.
+    phase = node.phase if kind == "all_gather" else ""
+    key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase, block)
+    return _Small(key, nbytes, inf if is_whole or not beta_s else LATENCIES * alpha_s / beta_s)
 
 
 def _block_of(program: Program, index: int) -> str:
