@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.ops.targets import is_view
 from colofunc.program.cost import collective_of
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Program
@@ -90,18 +91,20 @@ def buckets(
 
 
 def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> Program:
-    program = _side_by_side(program, mesh, apart, most)
-    found = [b.members for b in _find(program, mesh, apart, most) if len(b.members) > 1]
-    if not found:
-        return program
-    edit = Editor(program)
-    for members in found:
-        gather = program.nodes[members[0]].target == "colofunc.all_gather"
-        for index in members:
-            edit.drop(index)
-        together = merge([program.nodes[member] for member in members], edit, f"bucket of {len(members)}")
-        edit.replace(members[0] if gather else members[-1], *together)
-    return edit.done()
+    """What reads results of a bucket may share one as well, now that they are all there."""
+    while True:
+        program = _side_by_side(program, mesh, apart, most)
+        found = [b.members for b in _find(program, mesh, apart, most) if len(b.members) > 1]
+        if not found:
+            return program
+        edit = Editor(program)
+        for members in found:
+            gather = program.nodes[members[0]].target == "colofunc.all_gather"
+            for index in members:
+                edit.drop(index)
+            together = merge([program.nodes[member] for member in members], edit, f"bucket of {len(members)}")
+            edit.replace(members[0] if gather else members[-1], *together)
+        program = edit.done()
 
 
 def _side_by_side(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> Program:
@@ -115,23 +118,40 @@ def _side_by_side(program: Program, mesh: Mesh, apart: frozenset[int], most: Buc
     made: dict[int, tuple[int, int]] = {}
     first: dict[Any, _Bucket] = {}
     for index, node in enumerate(program.nodes):
-        place = (index, 0)
+        places.append((index, 0))
         small = _small_collective(program, index, mesh, apart) if node.phase == "update" else None
         if small is not None:
             group = first.get(small.key)
             together = small.nbytes + (0 if group is None else group.nbytes)
             here = None if group is None else (group.members[0], len(group.members))
-            is_made = here is not None and all(made.get(ref, (-1, 0)) < here for ref in node.refs)
-            if group is not None and here is not None and is_made and small.fits(together) and most.allows(together):
-                place = here
+            ready = None if here is None else _ready(program, index, made, here)
+            if group is None or here is None or ready is None or not (small.fits(together) and most.allows(together)):
+                first[small.key] = _Bucket([index], small.nbytes, index)
+            else:
                 group.members.append(index)
                 group.nbytes = together
-            else:
-                first[small.key] = _Bucket([index], small.nbytes, index)
-        places.append(place)
-        made.update(dict.fromkeys(node.results, place))
+                for moved in (*ready, index):
+                    places[moved] = here
+                    made.update(dict.fromkeys(program.nodes[moved].results, here))
+        made.update(dict.fromkeys(node.results, places[index]))
     order = sorted(range(len(places)), key=places.__getitem__)
     return program if order == sorted(order) else program.reordered(program.nodes[index] for index in order)
+
+
+def _ready(
+    program: Program, index: int, made: Mapping[int, tuple[int, int]], here: tuple[int, int]
+) -> list[int] | None:
+    """The nodes that move with a collective to a place: those that lay out its operand. None: it is not made there."""
+    late = [ref for ref in program.nodes[index].refs if made.get(ref, (-1, 0)) >= here]
+    moved = []
+    for ref in late:
+        maker = program.made_at[ref]
+        node = program.nodes[maker]
+        lays_out = node.target == "colofunc.rearrange" or is_view(node.target)
+        if not lays_out or any(made.get(source, (-1, 0)) >= here for source in node.refs):
+            return None
+        moved.append(maker)
+    return moved
 
 
 def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> list[_Bucket]:
