@@ -94,16 +94,24 @@ class _Among:
         elif low <= high and self._hides(high):
             high = self._first(low, high, self._hides)
         self._search(low, high)
-        found, gain_s = list[FinishedProgram](), 0.0  # gained by what was searched in full, beyond its sketch
+        found = list[FinishedProgram]()
+        # What was searched in full gains this beyond its sketch, or loses it: first as the whole does.
+        gain_s = -self._excess_s()
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
             fits = [fit for fit in found if fit.fits(self.budget)]
             best_s = min([most_s, *(fit.more_s for fit in fits)])
-            if fits and (len(found) >= FULL or self.sketches[k].more_s - gain_s >= best_s):
+            if best_s < inf and (len(fits) >= FULL or self.sketches[k].more_s - gain_s >= best_s):
                 break
             if self.again_s(k) < best_s:
                 found.append(self.tried(self.orders[k]()))
                 gain_s = max(gain_s, self.sketches[k].more_s - found[-1].more_s)
         return found
+
+    def _excess_s(self) -> float:
+        """By how much the whole, searched in full, takes longer than its own sketch says."""
+        if 0 not in self.sketches or self.again_s(0) > 0:
+            return 0.0
+        return max(0.0, self.whole.more_s - self.sketches[0].more_s)
 
     def _search(self, low: int, high: int) -> None:
         """Sketches: some that lie apart, then those half way between the best and its neighbours."""
