@@ -191,7 +191,7 @@ def test_gradients_share_a_start_and_what_layers_wait_for_does_not() -> None:
     alone_s, shared_s = known.second(pending, whole, 4), known.second(pending, whole, 4, together=50)
     assert alone_s > 1e-3 > 20 * shared_s > 20 * 1e-3 / 50  # its part of the start, and the copies
     assert known.second(whole, whole, 4, together=50) == 0
-    assert usual.second(pending, whole, 4, together=50) == usual.second(pending, whole, 4)
+    assert usual.second(pending, whole, 4, together=50) < usual.second(pending, whole, 4)  # on a machine that was not measured, too
 
 
 @pytest.mark.parametrize("start_s", [3e-4, 1e-2])

@@ -59,6 +59,7 @@ def convolutions() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dense": (Dense, (512, 64)),
     "attention": (lambda: nn.Sequential(Attention(), Attention()), (8, 64, 64)),
+    "wide": (lambda: nn.Sequential(Attention(256, 8), Attention(256, 8)), (8, 64, 256)),
     "convolutions": (convolutions, (16, 3, 16, 16)),
 }
 
@@ -75,7 +76,7 @@ def planned(staged: Any, *args: Any) -> Any:
 
 
 # One plan of each kind, and each model; the others in the sweep.
-BY_DEFAULT = {("attention", 1), ("attention", 4), ("dense", 0), ("dense", 3), ("convolutions", 5)}
+BY_DEFAULT = {("attention", 1), ("attention", 4), ("wide", 5), ("dense", 0), ("dense", 3), ("convolutions", 5)}
 CASES = [
     pytest.param(model, *case, marks=() if (model, number) in BY_DEFAULT else pytest.mark.sweep, id=f"{model} {number}")
     for model in MODELS
@@ -112,9 +113,9 @@ def test_a_budget_costs_no_time_that_a_named_policy_saves(model: str, policy: st
 def test_what_a_named_plan_wins_is_found_in_the_cache_and_trains_as_one_device_does(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights lie in stripes, one of each projection, which no enumeration has."""
     monkeypatch.setenv("COLOFUNC_CACHE", str(tmp_path))
-    step, *args = training("attention")
+    step, *args = training("wide")
     first = cf.shard(step, cf.Mesh(**DT)).lower(*args)
-    assert any("(a tp 32) b" in leaf.spec for leaf in first.plan.inputs)
+    assert any("(a tp dp 64) b" in leaf.spec for leaf in first.plan.inputs)
     monkeypatch.setattr(planning, "plan_for_budget", lambda *_: pytest.fail("the cache has it"))
     again = cf.shard(step, cf.Mesh(**DT)).lower(*args)
     assert local_hash(again.program) == local_hash(first.program)
@@ -124,11 +125,11 @@ def test_what_a_named_plan_wins_is_found_in_the_cache_and_trains_as_one_device_d
 
 
 def test_of_a_large_program_only_what_is_found_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, *args = training("dense")
-    small = planned(cf.shard(step, cf.Mesh(**DP)), *args)
+    step, *args = training("wide")
+    small = planned(cf.shard(step, cf.Mesh(**DT)), *args)
     monkeypatch.setattr(named_candidates, "MOST_NODES", 10)
     monkeypatch.setenv("COLOFUNC_CACHE", "off")
-    large = planned(cf.shard(step, cf.Mesh(**DP)), *args)
+    large = planned(cf.shard(step, cf.Mesh(**DT)), *args)
     assert small.cost_s < large.cost_s
 
 
@@ -143,14 +144,14 @@ def test_another_length_is_as_fast_as_planned_from_nothing_with_named_plans_too(
 def test_a_plan_with_stripes_is_followed_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved and loaded, and at another length, where it is begun from: nobody wishes its stripes there."""
     monkeypatch.setenv("COLOFUNC_CACHE", "off")
-    step, state, batch = training("attention")
+    step, state, batch = training("wide")
     sharded = cf.shard(step, cf.Mesh(**DT))
     low = sharded.lower(state, batch)
     low.plan.save(tmp_path / "plan.json")
     followed = cf.shard(step, cf.Mesh(**DT)).with_plan(cf.Plan.load(tmp_path / "plan.json")).lower(state, batch)
     assert [leaf.spec for leaf in followed.plan.inputs] == [leaf.spec for leaf in low.plan.inputs]
     assert local_hash(followed.program) == local_hash(low.program)
-    longer = torch.randn(8, 96, 64)
+    longer = torch.randn(8, 96, 256)
     named = planned(cf.shard(step, cf.Mesh(**DT), *PLANS[-1][1]), state, longer)
     assert sharded.lower(state, longer).plan.cost_s <= named.cost_s * (1 + 1e-9)
     placed = sharded.init(state, batch)

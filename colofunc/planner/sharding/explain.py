@@ -376,7 +376,7 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf =
 
 def strategies_in(decision: Decision, call: Call, rule: Rule | None, mesh: Mesh) -> tuple[Strategy, ...]:
     """The strategy that a decision describes, where no enumeration has it: some operand lies in stripes."""
-    if rule is None:
+    if rule is None or len(decision.ins) != len(call.ins):  # a call of the same name that reads something else
         return ()
     try:
         layouts = [bind(text, mesh, given.shape) for text, given in zip(decision.ins, call.ins, strict=True)]

@@ -72,12 +72,12 @@ class Conversions:
     What the update alone reads can wait, and state can be asked for early, so such collectives become one bucket later
     (`program/passes/buckets.py`): of each counts what it moves, its part of one start, and to be copied into a bucket
     and out of it, where that is less than a start of its own. What flows through the layers is waited for at once and
-    pays its start. Only where starts were measured: latencies of a data sheet are those of a wire, and weigh little.
+    pays its start.
     """
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
         self._convert_s, self._mesh = convert_s, mesh
-        self._unstarted = mesh.with_topology(without_starts(mesh.topology)) if True else None
+        self._unstarted = mesh.with_topology(without_starts(mesh.topology))
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int, int], Array] = {}
 
     def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0, together: int = 1) -> float:
@@ -86,7 +86,7 @@ class Conversions:
             return 0.0
         try:
             alone_s = self._convert_s(src, dst, self._mesh, itemsize)
-            if self._unstarted is None or together < 2:
+            if together < 2:
                 return min(alone_s, BIG)
             unstarted_s = self._convert_s(src, dst, self._unstarted, itemsize)
             nbytes = max(src.local_numel, dst.local_numel) * itemsize
