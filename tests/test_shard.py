@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from colofunc_plugins import tensor
 from least_named import limited
 from torch import nn
 
@@ -264,7 +265,7 @@ def test_lower_needs_no_data() -> None:
 
 def test_evaluation_moves_no_parameter_of_the_trained_state() -> None:
     step, state, batch = training()
-    train = cf.shard(step, MESH, {"*.fc1.weight": "(tp o) i", "*.fc2.weight": "o (tp i)", "batch.*": "(dp b) ..."})
+    train = cf.shard(step, MESH, tensor("1d", "tp"), {"batch.*": "(dp b) ..."})
     model = cf.functional(Net().double())
 
     def evaluate(params: Any, batch: Any) -> torch.Tensor:
