@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -427,7 +428,10 @@ def test_scales_are_those_of_the_steps_before() -> None:
 def test_nothing_waits_for_a_scale() -> None:
     """Of what ranks tell one another only the next step reads anything: one number for each operand, all of a layer at once."""
     step_fn, state = step_of()
-    low = cf.fp8(cf.shard(step_fn, cf.Mesh(dp=4), zero(3, "dp")), where=WHERE, scaling="delayed").lower(state, tokens())
+    usual = cf.Mesh().topology  # where starts are dear, small weights go whole, in one message
+    quick = attrs.evolve(usual, levels=tuple(attrs.evolve(level, latency_s=1e-7) for level in usual.levels))
+    mesh = cf.Mesh(dp=4, topology=quick)
+    low = cf.fp8(cf.shard(step_fn, mesh, zero(3, "dp")), where=WHERE, scaling="delayed").lower(state, tokens())
     sent = [node for node in low.program.nodes if "all_reduce" in node.target and node.args[-1] == "max"]
     assert [low.program.values[node.outs[0]].shape for node in sent] == [(3,), (3,)] and {node.phase for node in sent} == {"update"}
     gathered = [low.program.values[node.refs[0]].dtype for node in low.program.nodes if node.target == "colofunc.all_gather"]

@@ -285,7 +285,7 @@ def test_state_is_split_and_written_in_place() -> None:
 
 
 def test_all_norms_are_exchanged_in_at_most_two_collectives() -> None:
-    """However many parameters there are: a reduce-scatter and an all-gather, of 16 bytes for each of them, or the all-reduce of the loss."""
+    """However many parameters there are: a reduce-scatter and an all-gather, of 16 bytes for each of them, or that of the loss."""
 
     def moved(cls: Any, layers: int) -> tuple[int, float]:
         net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())))

@@ -143,7 +143,7 @@ def test_what_brings_a_gradient_to_its_shards_is_of_the_weight_gradients() -> No
     """It has the phase of its reader, an update by hand, and reads what backward makes."""
     torch.manual_seed(0)
     step, state = descent()
-    staged = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), zero(1, "dp")), microbatches=4, schedule="zb-h1")
+    staged = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2, topology="ideal"), zero(1, "dp")), microbatches=4, schedule="zb-h1")
     loop = loop_of(staged.lower(state, torch.randn(ROWS, 8, dtype=D)).program)
     assert loop.timetable is not None
     kinds = dict[str, set[str]]()

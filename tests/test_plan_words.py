@@ -117,7 +117,7 @@ def test_rows_of_a_table_that_are_split_are_said_of_lookups_and_bags(bags: bool)
 
     index = torch.randint(0, 16, (8, 4))
     specs = ("(tp v) _", "_ (tp o)", "_ _")
-    plan = cf.shard(step, cf.Mesh(tp=2), in_specs=specs).lower(torch.zeros(1 << 16, 64), torch.randn(64, 64), index).plan
+    plan = cf.shard(step, cf.Mesh(tp=2), in_specs=specs).lower(torch.zeros(1 << 16, 64), torch.randn(64, 4096), index).plan
     assert [use.words for use in plan.axes] == ["column parallel, vocabulary parallel"]
 
 
