@@ -9,7 +9,7 @@ from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.program.check import check_program
 from colofunc.program.ir import Ref
-from colofunc.program.passes.buckets import buckets
+from colofunc.program.passes.buckets import BucketLimit, buckets
 from colofunc.program.passes.coalesce import delay_updates, delay_views, reduce_early
 from colofunc.program.passes.schedule import overlap
 
@@ -58,6 +58,68 @@ def test_a_result_that_is_read_closes_its_bucket():
     ]
     p = program([0], nodes, [3, 4, 5], [(3,)] * 6)
     assert buckets(p, MESH) == p
+
+
+def update(p):
+    """The program with all of its nodes in the update."""
+    return p.reordered([attrs.evolve(node, phase="update") for node in p.nodes])
+
+
+def chains(count, laid_out):
+    """(a program of so many sums over both axes, shapes of its inputs): reduce-scatter, all-reduce and all-gather of each in turn."""
+    nodes, values, outputs = [], [(2, 3 + k) for k in range(count)], []
+    for k in range(count):
+        size, first = 3 + k, len(values)
+        nodes.append(("colofunc.reduce_scatter", (R(k), ("dp",), 2, "sum"), (first,)))
+        values.append((size,))
+        if laid_out:
+            nodes.append(("colofunc.rearrange", (R(first), "a -> a", (), ()), (first + 1,)))
+            values.append((size,))
+        nodes.append(("colofunc.all_reduce", (R(len(values) - 1), ("tp",), 2, "sum"), (len(values),)))
+        values.append((size,))
+        nodes.append(("colofunc.all_gather", (R(len(values) - 1), ("dp",), 2), (len(values),)))
+        values.append((2, size))
+        nodes.append(("aten.relu.default", (R(len(values) - 1),), (len(values),)))
+        values.append((2, size))
+        outputs.append(len(values) - 1)
+    return update(program(list(range(count)), nodes, outputs, values)), values[:count]
+
+
+@pytest.mark.parametrize("laid_out", [False, True])
+@pytest.mark.parametrize("count", [2, 5])
+def test_sums_over_several_axes_take_one_message_of_each_kind(count, laid_out):
+    p, shapes = chains(count, laid_out)
+    together = buckets(p, MESH)
+    check_program(together, MESH)
+    kinds = targets(together)
+    assert [kinds.count(kind) for kind in ("reduce_scatter", "all_reduce", "all_gather")] == [1, 1, 1]
+    for a, b in zip(run(p, shapes), run(together, shapes), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_what_an_update_makes_is_not_asked_for_before_it_is_made():
+    """The second gather reads what the update of the first value gives, so that both stay; so do collectives of the forward pass."""
+    nodes = [
+        ("colofunc.all_gather", (R(0), ("dp",), 2), (1,)),
+        ("aten.sum.dim_IntList", (R(1), (0,)), (2,)),
+        ("aten.relu.default", (R(2),), (3,)),
+        ("colofunc.all_gather", (R(3), ("dp",), 2), (4,)),
+    ]
+    p = program([0], nodes, [4], [(3,), (2, 3), (3,), (3,), (2, 3)])
+    assert buckets(update(p), MESH) == update(p)
+    forward, _ = chains(3, False)
+    forward = forward.reordered([attrs.evolve(node, phase="forward") for node in forward.nodes])
+    assert [targets(buckets(forward, MESH)).count(kind) for kind in ("reduce_scatter", "all_reduce")] == [3, 3]
+
+
+def test_a_bucket_that_is_full_ends_what_is_put_side_by_side():
+    p, _ = chains(6, False)
+    for most_bytes in (0, 40, 100, 1000):
+        limited = buckets(p, MESH, most=BucketLimit(most_bytes))
+        check_program(limited, MESH)
+        sizes = [limited.values[node.refs[0]].nbytes for node in limited.nodes if node.target == "colofunc.all_reduce" and node.note]
+        assert all(nbytes <= most_bytes for nbytes in sizes)
+        assert bool(sizes) == (most_bytes >= 100)
 
 
 def test_large_collectives_and_free_ones_stay_alone():
