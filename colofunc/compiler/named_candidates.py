@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import inf
 from typing import Any
 
 import attrs
 
-from colofunc.compiler.budget import MEDIUM
-from colofunc.compiler.decisions import SLACK, Decisions
+from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.plan_cache import decided_by
 from colofunc.compiler.sharder import Sharder
 from colofunc.errors import PlanError
@@ -27,7 +25,7 @@ from colofunc.planner.wishes.wish import wishes_of
 from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.plugins.registry import Registry
 
-MOST_NODES = 2000
+MOST_NODES = 1000
 """Of larger programs only what the search finds is finished: there what one collective begins with is little beside
 what it moves."""
 WORTH_COUNTING = 1.3
@@ -35,21 +33,16 @@ WORTH_COUNTING = 1.3
 count was nowhere below 0.77 of what both estimates say (ten models on dp=2, tp=2 and dp=4 of gloo-cpu and A100s)."""
 
 
-def named_shardings(
-    sharder: Sharder, registry: Registry, budget_bytes: int | None = None, parts: int = 1
-) -> Iterator[Decisions]:
+def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]:
     """Of every set of named plans for the open axes the cheapest sharding.
 
     Those are left out that contradict what the user says, and those of which the plan, as text, cannot be followed
-    without them. Of programs that are not small those as well that are estimated to hold more than a budget, in each of
-    so many microbatches (`parts`): what would make them fit takes as long to find as a plan.
+    without them.
     """
     program, mesh = sharder.program, sharder.completion.mesh
     open_axes = tuple(axis for axis in sharder.axes if axis not in sharder.named and mesh.axis_size(axis) > 1)
     if not open_axes or len(program.nodes) > MOST_NODES:
         return
-    is_small = budget_bytes is None or len(program.nodes) <= MEDIUM
-    most_bytes = inf if is_small or budget_bytes is None else budget_bytes * parts * (1 + SLACK)
     staged_axes = {axis for axis, _ in sharder.constraints.at.values()}
     found, without_wishes = sharder.assign(None), sharder.candidates.under_other_wishes(Memo())
     for plans in _sets_of_plans(registry, open_axes):
@@ -60,7 +53,7 @@ def named_shardings(
             plans_say = constraints_of(wishes, program, mesh, candidates.rules)
             constraints = sharder.constraints | plans_say.offering_nothing_on(staged_axes)
             known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
-            if known.cost_s > found.cost_s * WORTH_COUNTING or known.peak_bytes > most_bytes:
+            if known.cost_s > found.cost_s * WORTH_COUNTING:
                 continue
             # The plan has to say enough to be followed by itself, also where weights lie in stripes.
             plan = sharder.decide(None, sharder.among(found, known)).plan

@@ -153,7 +153,7 @@ class Planning:
         return or_named(self.completion, outcome, self.budget_bytes, self._named(sharder))
 
     def _named(self, sharder: Sharder) -> Iterable[Decisions]:
-        return named_shardings(sharder, self.registry, self.budget_bytes, self.parts) if self.searches_axes else ()
+        return named_shardings(sharder, self.registry) if self.searches_axes else ()
 
     def _sharder(self, constraints: Constraints) -> Sharder:
         return Sharder(self.completion, self.candidates, constraints, self.named, self.axes)

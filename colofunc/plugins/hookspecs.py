@@ -83,7 +83,7 @@ def colofunc_candidate_plans() -> Mapping[str, Callable[..., Any]]:
 
     Of axes that no plan of the user names, these are counted beside what the search finds, and the fastest that fits is
     taken: so automatic is never slower than one of them, or than one on the first axes with a later one of the table on
-    the others. Those that the search takes to be much slower are not counted, and of programs of more than 2,000
+    the others. Those that the search takes to be much slower are not counted, and of programs of more than 1,000
     operators only what the search finds is.
     """
     raise NotImplementedError

@@ -402,7 +402,17 @@ def as_operands_lie(
     factors = dict.fromkeys(factor for _, factor in axes)
     if factors.keys() != placement.keys():
         return None
-    strategy = build(call, rule, {factor: placement[factor] for factor in factors})
+    passing = []
+    for axis, how in dict.fromkeys(pending for layout in layouts for pending in layout.pending):
+        if axis in {placed_axis for placed_axis, _ in axes}:
+            continue  # of an addend, whose sum the strategy makes
+        pending_on = {operand for operand, layout in enumerate(layouts) if (axis, how) in layout.pending}
+        sets = rule.linear if how == "sum" else rule.monotone
+        index = next((number for number, positions in enumerate(sets) if set(positions) == pending_on), None)
+        if index is None:
+            return None
+        passing.append((axis, index, how))
+    strategy = build(call, rule, {factor: placement[factor] for factor in factors}, passing)
     return strategy if strategy.ins == tuple(layouts) else None
 
 
