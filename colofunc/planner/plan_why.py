@@ -10,10 +10,11 @@ costs.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from colofunc.ops.pattern_words import factors_of
 from colofunc.planner.plan_table import time_text
+from colofunc.spec.spec import parse
 
 if TYPE_CHECKING:
     from colofunc.planner.plan import Alternative, Decision, Leaf, Plan
@@ -94,33 +95,29 @@ def _placed(rule: str, axis: str, factor: str) -> str:
 
 def _dims_with(side: str, factor: str) -> list[tuple[int, int]]:
     """(operand, dim) of a factor on one side of a rule."""
-    return [
-        (k, dim)
-        for k, operand in enumerate(side.split(","))
-        for dim, words in enumerate(_dims(operand))
-        if factor in words.strip("()").replace("[", "").replace("]", "").split()
-    ]
-
-
-def _dims(pattern: str) -> list[str]:
-    """`(dp b) s [d]` -> its dims, the factors of one dim together."""
-    return re.findall(r"\([^)]*\)|\S+", pattern)
+    places = []
+    for operand, pattern in enumerate(side.split(",")):
+        for dim, factors in enumerate(factors_of(pattern)):
+            if factor in factors:
+                places.append((operand, dim))
+    return places
 
 
 def _spread(plan: Plan, spec: str, at: At | None) -> str:
     """A spec in words, axis by axis. at: where alone the value exists."""
-    dims = _dims(spec)
+    parsed = parse(spec)
+    dims = [[each.name for each in factors or ()] for factors in parsed.dims]
+    pending_axes = [pending_axis for pending_axis, _ in parsed.pending]
     said = []
     for axis, size in plan.mesh:
         if size == 1:
             continue
-        over = [dim for dim, words in enumerate(dims) if axis in words.strip("()").split()]
-        pending = any(words.startswith("+") and axis in words.lstrip("+").split(",") for words in dims)
+        over = [dim for dim, names in enumerate(dims) if axis in names]
         if at is not None and axis == at[0]:
             said.append(f"at {' and '.join(f'{axis}={index}' for index in at[1])} only, where its stage is")
         elif over:
             said.append(f"dim {over[0]} in {size} parts over {axis}")
-        elif pending:
+        elif axis in pending_axes:
             said.append(f"a term of a sum on every rank of {axis}")
         else:
             said.append(f"the same on every rank of {axis}")
