@@ -257,13 +257,6 @@ def measured_alpha_beta(stage: Stage, kind: str, axes: Sequence[tuple[str, int]]
     return alpha_s, beta_s
 
 
-def without_starts(topology: Topology) -> Topology:
-    """The same machine where a collective takes no time to start: what it costs to take part in one that starts anyway."""
-    levels = tuple(attrs.evolve(level, latency_s=0.0) for level in topology.levels)
-    measured = tuple(attrs.evolve(one, alpha_s=0.0) for one in topology.measured)
-    return attrs.evolve(topology, levels=levels, measured=measured)
-
-
 def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str, kind: str = "") -> float:
     """Roofline: the longer of computing and moving `nbytes` through device memory, plus one launch.
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
-from colofunc.mesh.cost import without_starts
 from colofunc.ops.targets import is_view
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array
@@ -33,6 +32,8 @@ from colofunc.spec.rule import Strategy
 
 ConvertS = Callable[[Layout, Layout, Mesh, int], float]
 Step = tuple[int, int, float]  # from layout, to layout, seconds
+ENLARGED = 1 << 24
+"""What moving takes without starts is asked of tensors this many times as large, beside which starts are nothing."""
 STATE = ("param", "frozen", "state", "buffer")
 
 
@@ -77,7 +78,6 @@ class Conversions:
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
         self._convert_s, self._mesh = convert_s, mesh
-        self._unstarted = mesh.with_topology(without_starts(mesh.topology))
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], int, int, int], Array] = {}
 
     def second(self, src: Layout, dst: Layout, itemsize: int, sum_itemsize: int = 0, together: int = 1) -> float:
@@ -88,11 +88,11 @@ class Conversions:
             alone_s = self._convert_s(src, dst, self._mesh, itemsize)
             if together < 2:
                 return min(alone_s, BIG)
-            unstarted_s = self._convert_s(src, dst, self._unstarted, itemsize)
             nbytes = max(src.local_numel, dst.local_numel) * itemsize
             copied_s = COPIES * (
                 nbytes / self._mesh.topology.device.memory_bytes_per_s + self._mesh.topology.device.launch_s
             )
+            unstarted_s = self._convert_s(src, dst, self._mesh, itemsize * ENLARGED) / ENLARGED
             return min(alone_s, unstarted_s + (alone_s - unstarted_s) / together + copied_s, BIG)
         except SpecError:
             return BIG
