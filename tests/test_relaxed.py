@@ -104,7 +104,7 @@ def least_s(rounds: Rounds, most: int) -> float:
         for t in range(turns):
             for v in reversed(range(n)):
                 p = rounds.pieces[v]
-                asked = t in p.wanted or held[t + 1, v] or any(made[t, u] and v in rounds.pieces[u].reads for u in range(v + 1, n))
+                asked = t in p.read_in or held[t + 1, v] or any(made[t, u] and v in rounds.pieces[u].reads for u in range(v + 1, n))
                 made[t, v] = t == p.made or (asked and not held[t, v])
         able = all(t >= rounds.pieces[v].made for t, v in zip(*np.nonzero(made), strict=True))
         sizes = np.array([p.nbytes for p in rounds.pieces])

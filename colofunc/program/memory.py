@@ -109,21 +109,21 @@ def _is_one_ranks(timetable: Timetable | None) -> bool:
 class StorageMap:
     """Which storage each value of a program lies in.
 
-    `within`: the operand that a view or a result in place is a part of.
+    `base_of`: the operand that a view or a result in place is a part of.
     """
 
     storages: tuple[Storage, ...]
     home: Mapping[int, int]
-    within: Mapping[int, int]
+    base_of: Mapping[int, int]
     metas: Mapping[int, Meta]
 
 
 def lies(program: Program) -> StorageMap:
     """Where the values of a program lie, storages in the order in which they are made."""
     home: dict[int, int] = {}
-    within: dict[int, int] = {}
-    storages, _, metas = _storages(program, lifetimes(program), None, home, within)
-    return StorageMap(tuple(storages), home, within, metas)
+    base_of: dict[int, int] = {}
+    storages, _, metas = _storages(program, lifetimes(program), None, home, base_of)
+    return StorageMap(tuple(storages), home, base_of, metas)
 
 
 def memory_of_body(
@@ -135,11 +135,11 @@ def memory_of_body(
     added: outputs that are counted with what gathers them (`reuse.added_in_place`).
     """
     home: dict[int, int] = {}
-    within: dict[int, int] = {}
-    storages, makers, metas = _storages(body, last_uses(body), given, home, within)
+    base_of: dict[int, int] = {}
+    storages, makers, metas = _storages(body, last_uses(body), given, home, base_of)
     _count_with_the_sum(body, added, storages, home)
     report = _report(body, [*storages, *sent_copies(body, metas)], makers)
-    return StorageMap(tuple(storages), home, within, metas), report.timeline["device"]
+    return StorageMap(tuple(storages), home, base_of, metas), report.timeline["device"]
 
 
 def _count_with_the_sum(
@@ -255,7 +255,7 @@ def _storages(
     last: Mapping[int, int],
     given: Mapping[int, Meta] | None = None,
     where: dict[int, int] | None = None,
-    within: dict[int, int] | None = None,
+    base_of: dict[int, int] | None = None,
     sent: bool = False,
     fusion: Fusion | None = None,
 ) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
@@ -263,7 +263,7 @@ def _storages(
 
     `given`: inputs counted elsewhere.
 
-    `where` and `within` are filled as `StorageMap` wants them.
+    `where` and `base_of` are filled as in `StorageMap`.
     """
     fused = Fused(last=last) if fusion is None else fusion(program, last)
     # storages of which no kernel writes a value -> what is written instead
@@ -271,7 +271,7 @@ def _storages(
     end = len(program.nodes)
     storages: list[Storage] = []
     where = {} if where is None else where  # value -> storage
-    within = {} if within is None else within
+    base_of = {} if base_of is None else base_of
     metas: dict[int, Meta] = {}
     makers: dict[int, Node] = {}
     for id in program.inputs:
@@ -300,7 +300,7 @@ def _storages(
             operand, share, nbytes, meta = result
             if operand >= 0:
                 home = where[node.refs[operand]]
-                within[out] = node.refs[operand]
+                base_of[out] = node.refs[operand]
             elif share in fresh:
                 home = fresh[share]
             else:

@@ -48,11 +48,11 @@ __all__ = ["Links", "OffloadItem", "Residency", "ResidencySearch", "ScheduledCop
 class Point(NamedTuple):
     """What one candidate does with the budget. `filled` is a part of what is left when what stays has its own."""
 
-    # part that stays: of the bytes of home items that may, in order; or of the state, where copies are `fewest`
+    # part that stays: of the bytes of home items that may, in order; or of the state, where `least_traffic`
     stay: float
     filled: float  # part of the rest that Belady fills; copies in flight may have all
     order: int = 0  # of those in which home items may stay
-    fewest: bool = False  # residents and evictions by a linear program for fewest bytes: `order` says nothing
+    least_traffic: bool = False  # residents and evictions by a linear program for fewest bytes: `order` says nothing
 
 
 POINTS = (
@@ -63,8 +63,8 @@ POINTS = (
     Point(0.9, 0.9),
     Point(0.25, 0.5),
     Point(0.5, 0.9, order=1),
-    Point(0.5, 1.0, fewest=True),
-    Point(1.0, 1.0, fewest=True),
+    Point(0.5, 1.0, least_traffic=True),
+    Point(1.0, 1.0, least_traffic=True),
 )
 """What is tried. A search from the best of them for better parts found nothing faster on any row of
 `bench memory_plans`, `moved` and `jointly`; the parts below 1 hide copies that these alone do not
@@ -296,7 +296,7 @@ class ResidencySearch:
 
     def _at(self, point: Point) -> None:
         before = self.best
-        if point.fewest:
+        if point.least_traffic:
             self.least(point.stay, self.floor + int((self.budget - self.floor) * point.filled))
         else:
             order = self.orders[point.order]

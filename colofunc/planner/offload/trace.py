@@ -245,7 +245,7 @@ def _shared(found: StorageMap) -> set[int]:
     """Storages in which two results of one operator lie side by side: no value has all of it."""
     shared: set[int] = set()
     for id, storage in found.home.items():
-        if id not in found.within and found.storages[storage].value != id:
+        if id not in found.base_of and found.storages[storage].value != id:
             shared.add(storage)
     return shared
 

@@ -63,7 +63,7 @@ class KeptMemory:
     cost_s: float
     reads: frozenset[int]
     made: int  # round
-    wanted: frozenset[int]  # rounds in which it is read where nothing is made again
+    read_in: frozenset[int]  # rounds in which it is read where nothing is made again
 
 
 @attrs.frozen(eq=False)
@@ -107,7 +107,7 @@ class Rounds:
         """If all is kept until it is read for the last time."""
         by_round = list(self.others)
         for piece in self.pieces:
-            for turn in range(piece.made, max(piece.wanted) + 1):
+            for turn in range(piece.made, max(piece.read_in) + 1):
                 by_round[turn] += piece.nbytes
         return max(by_round)
 
@@ -158,7 +158,7 @@ def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float
                 upper[here] = 0
             if turn < piece.made:
                 upper[now] = 0
-            if turn in piece.wanted:
+            if turn in piece.read_in:
                 rows.append(((here, 1), (now, 1)))
                 least.append(1)
             if turn > piece.made:
@@ -225,7 +225,7 @@ def rounds_of(program: Program, node_s: NodeS) -> Rounds | None:
             cost_s=sum(node_s(program.nodes[index], program.values) for index in indices),
             reads=frozenset(number_of[operand] for operand in operands),
             made=made,
-            wanted=frozenset([made, *(turn_of[index] for index in facts.readers[group])]),
+            read_in=frozenset([made, *(turn_of[index] for index in facts.readers[group])]),
         )
         pieces.append(piece)
 

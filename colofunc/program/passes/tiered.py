@@ -186,7 +186,7 @@ class Tiered:
             return id
         storage = self.lies.home[id]
         if storage not in self.have[tier]:
-            if self.lies.storages[storage].value != id and id not in self.lies.within:
+            if self.lies.storages[storage].value != id and id not in self.lies.base_of:
                 raise ProgramError(
                     f"%{id} shares memory with another result of its operator and cannot be copied by itself"
                 )
@@ -196,7 +196,7 @@ class Tiered:
         whole = id
         while whole not in have:
             chain.append(whole)
-            whole = self.lies.within[whole]
+            whole = self.lies.base_of[whole]
         for view in reversed(chain):
             self._take(tier, storage, view)
         return self.have[tier][storage][id]
@@ -204,7 +204,7 @@ class Tiered:
     def _take(self, tier: str, storage: int, id: int) -> None:
         node, have = self.maker[id], self.have[tier][storage]
         if written(node) or kind_of(node) == ("wait", False):
-            have[id] = have[self.lies.within[id]]  # the same memory, whatever was written to it since
+            have[id] = have[self.lies.base_of[id]]  # the same memory, whatever was written to it since
             return
         made: list[int | None] = []
         for out in node.outs:
@@ -247,7 +247,7 @@ def looks_only(node: Node, lies: StorageMap) -> bool:
     outs = node.results
     if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
         return False
-    return all(out in lies.within for out in outs)
+    return all(out in lies.base_of for out in outs)
 
 
 def readers(program: Program, lies: StorageMap) -> Mapping[int, list[int]]:
