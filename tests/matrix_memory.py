@@ -107,7 +107,7 @@ def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[...,
     within, budget, low = _tightest(some, step, state, batch, whole)
     wrong = [*signature(some.cell, low), *shown(MEMORY[some.column], low, whole.program), *held(within, low, state, batch, budget)]
     assert not wrong, f"{some} on {some.cell.sizes}: " + "; ".join(wrong) + f"\n{low.plan}"
-    asked, _ = _budgets(some, whole.memory())
+    asked, _ = _budgets(some, whole)
     return Found(compare(within, state, batch).worst, share=budget / whole.memory().peak_bytes["device"], least=budget > asked)
 
 
@@ -117,9 +117,14 @@ LEAST = re.compile(r"the least found has a peak of ([\d,]+) B")
 LASTING = ("parameters", "optimizer state", "gradients", "other")
 
 
-def _budgets(some: Narrow, report: Any) -> tuple[int, int]:
-    """(bytes that are asked of a cell, and what the least possible may be)."""
-    memory, peak = MEMORY[some.column], report.peak_bytes["device"]
+def _budgets(some: Narrow, without: Any) -> tuple[int, int]:
+    """(bytes that are asked of a cell, and what the least possible may be).
+
+    By the peak before the update, in which there is nothing to make again.
+    """
+    memory, report = MEMORY[some.column], without.memory()
+    nodes = without.program.nodes
+    peak = max(held for held, node in zip(report.timeline["device"], nodes, strict=False) if node.phase != "update")
     if some.share is not None:
         return int(peak * some.share), int(peak * some.share)
     at = report.timeline["device"].index(peak)
@@ -131,7 +136,7 @@ def _tightest(some: Narrow, step: Any, state: Any, batch: Any, without: Any) -> 
     """(the step within the least that is asked of it or can be, its budget, lowered). without: the same without a budget."""
     base = staged(some.cell, step)
     base = base.with_plan(without.plan) if some.split else base
-    budget, most = _budgets(some, without.memory())
+    budget, most = _budgets(some, without)
     for _ in range(3):
         within = MEMORY[some.column].within(base, budget)
         try:
