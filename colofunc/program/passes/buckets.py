@@ -7,9 +7,10 @@ collectives of the same kind, axes and dtype share one buffer where a latency co
 
 Gathers move up to the first of their bucket, whose operands are there already; reductions wait for the last of theirs,
 as long as nobody reads a result in between. A bucket is closed where its transfer takes many latencies, so that what
-follows can still overlap it. The order is part of the program, hence the same on all ranks. Where a machine is said to
-run software that gathers a block at a time (`Software.blocks`), each block is a bucket, however large, and no bucket
-has members of two.
+follows can still overlap it. Collectives of an update that follow one another, as in a sum over several axes, are put
+side by side first, and what reads the results of a bucket may share one as well. The order is part of the program,
+hence the same on all ranks. Where a machine is said to run software that gathers a block at a time
+(`Software.blocks`), each block is a bucket, however large, and no bucket has members of two.
 """
 
 from __future__ import annotations
@@ -116,42 +117,58 @@ def _side_by_side(program: Program, mesh: Mesh, apart: frozenset[int], most: Buc
     """
     places: list[tuple[int, int]] = []  # of each node: (index of a node, number behind it)
     made: dict[int, tuple[int, int]] = {}
-    first: dict[Any, _Bucket] = {}
+    groups: dict[Any, _Group] = {}
     for index, node in enumerate(program.nodes):
         places.append((index, 0))
-        small = _small_collective(program, index, mesh, apart) if node.phase == "update" else None
-        if small is not None:
-            group = first.get(small.key)
-            together = small.nbytes + (0 if group is None else group.nbytes)
-            here = None if group is None else (group.members[0], len(group.members))
-            ready = None if here is None else _ready(program, index, made, here)
-            if group is None or here is None or ready is None or not (small.fits(together) and most.allows(together)):
-                first[small.key] = _Bucket([index], small.nbytes, index)
+        member = _member(program, index, mesh, apart) if node.phase == "update" else None
+        if member is not None:
+            group = groups.get(member.key)
+            moved = None if group is None else _moved(program, index, made, group.end)
+            together = member.nbytes + (0 if group is None else group.nbytes)
+            if group is None or moved is None or not (member.fits(together) and most.allows(together)):
+                groups[member.key] = _Group(index, member.nbytes)
             else:
-                group.members.append(index)
-                group.nbytes = together
-                for moved in (*ready, index):
-                    places[moved] = here
-                    made.update(dict.fromkeys(program.nodes[moved].results, here))
+                for each in moved:
+                    places[each] = group.end
+                    made.update(dict.fromkeys(program.nodes[each].results, group.end))
+                group.count, group.nbytes = group.count + 1, together
         made.update(dict.fromkeys(node.results, places[index]))
     order = sorted(range(len(places)), key=places.__getitem__)
     return program if order == sorted(order) else program.reordered(program.nodes[index] for index in order)
 
 
-def _ready(
+@attrs.define
+class _Group:
+    """Collectives that are put side by side, behind the first of them."""
+
+    first: int
+    nbytes: int
+    count: int = 1
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The place behind the last of them."""
+        return self.first, self.count
+
+
+def _moved(
     program: Program, index: int, made: Mapping[int, tuple[int, int]], here: tuple[int, int]
 ) -> list[int] | None:
-    """The nodes that move with a collective to a place: those that lay out its operand. None: it is not made there."""
-    late = [ref for ref in program.nodes[index].refs if made.get(ref, (-1, 0)) >= here]
+    """The nodes that move to a place: a collective, and those before it that lay out its operand.
+
+    None: its operand is not made there.
+    """
     moved = []
-    for ref in late:
+    for ref in program.nodes[index].refs:
+        if made.get(ref, (-1, 0)) < here:
+            continue
         maker = program.made_at[ref]
         node = program.nodes[maker]
         lays_out = node.target == "colofunc.rearrange" or is_view(node.target)
         if not lays_out or any(made.get(source, (-1, 0)) >= here for source in node.refs):
             return None
         moved.append(maker)
-    return moved
+    return [*moved, index]
 
 
 def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> list[_Bucket]:
@@ -162,14 +179,14 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit
     # value -> the bucket of the reduction that makes it, which waits for its last member
     reduced: dict[int | None, _Bucket] = {}
     for index, node in enumerate(program.nodes):
-        small = _small_collective(program, index, mesh, apart)
-        if small is None:
+        member = _member(program, index, mesh, apart)
+        if member is None:
             continue
         is_gather = node.target == "colofunc.all_gather"
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
-        bucket = open_buckets.get(small.key)
-        together = small.nbytes + (0 if bucket is None else bucket.nbytes)
-        if bucket is not None and small.fits(together) and most.allows(together):
+        bucket = open_buckets.get(member.key)
+        together = member.nbytes + (0 if bucket is None else bucket.nbytes)
+        if bucket is not None and member.fits(together) and most.allows(together):
             waits = reduced.get(node.refs[0])
             early = made.get(node.refs[0], -1) < bucket.members[0] and (
                 waits is None or waits.members[-1] < bucket.members[0]
@@ -180,18 +197,18 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit
                 elif waits is not None:  # read where the gathers are, from now on
                     waits.until = min(waits.until, bucket.members[0])
                 bucket.members.append(index)
-                bucket.nbytes += small.nbytes
+                bucket.nbytes += member.nbytes
                 bucket.until = min(bucket.until, used)
                 continue
-        open_buckets[small.key] = _Bucket([index], small.nbytes, used)
+        open_buckets[member.key] = _Bucket([index], member.nbytes, used)
         if not is_gather:
-            reduced[node.outs[0]] = open_buckets[small.key]
-        every.append(open_buckets[small.key])
+            reduced[node.outs[0]] = open_buckets[member.key]
+        every.append(open_buckets[member.key])
     return every
 
 
 @attrs.frozen
-class _Small:
+class _Member:
     """A collective that may share a bucket: with those of the same key, up to `full_bytes`."""
 
     key: tuple[Any, ...]
@@ -202,11 +219,13 @@ class _Small:
         return together_bytes <= self.full_bytes
 
 
-def _small_collective(program: Program, index: int, mesh: Mesh, apart: frozenset[int]) -> _Small | None:
+def _member(program: Program, index: int, mesh: Mesh, apart: frozenset[int]) -> _Member | None:
     """None: that is no collective, or one that shares no start."""
     node = program.nodes[index]
+    if node.target not in _KINDS or node.outs[0] in apart:
+        return None
     collective = collective_of(node, program.values)
-    if collective is None or node.target not in _KINDS or node.outs[0] in apart:
+    if collective is None:
         return None
     kind, axes, _, nbytes = collective
     alpha_s, beta_s = mesh.alpha_beta(kind, axes)
@@ -218,7 +237,7 @@ def _small_collective(program: Program, index: int, mesh: Mesh, apart: frozenset
     # What is gathered anew in backward was let go of in between.
     phase = node.phase if kind == "all_gather" else ""
     key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase, block)
-    return _Small(key, nbytes, inf if is_whole or not beta_s else LATENCIES * alpha_s / beta_s)
+    return _Member(key, nbytes, inf if is_whole or not beta_s else LATENCIES * alpha_s / beta_s)
 
 
 def _block_of(program: Program, index: int) -> str:
