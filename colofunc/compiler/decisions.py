@@ -7,6 +7,7 @@ and those of plugins; of an input leaf, every major-only layout. DTensor argumen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -75,10 +76,8 @@ class Candidates:
 
     def under_other_wishes(self, memo: Memo) -> Candidates:
         """The same for searches under other constraints, which `memo` is of; what was enumerated is known to both."""
-        again = Candidates(self.program, self.mesh, self.registry)
-        again.rules, again.memo = self.rules, memo
-        again._with_rows, again._reductions = self._with_rows, self._reductions
-        again._seen, again._following = self._seen, self._following
+        again = copy(self)
+        again.memo, again.followed, again._wishes = memo, {}, None
         return again
 
     def rule(self, call: Call) -> Rule | None:
