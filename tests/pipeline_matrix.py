@@ -180,13 +180,14 @@ def signature(cell: Cell, low: Any) -> list[str]:
 def _table(cell: Cell, low: Any) -> list[str]:
     """The loop is run by the table of the schedule, and some schedules hand on two stages a rank.
 
-    One that looks at costs counts those with a name as well, and may be run by one of them.
+    One that looks at costs counts those with a name that have its stages as well, and may be run by one of them.
     """
     timetable = loop_of(low.program).timetable
     placements = low.registry.schedules[cell.schedule].placements
+    schedules = list(placements)
     if any(each.looks_at_costs for each in placements):
-        placements = (*placements, *low.registry.schedules.values())
-    schedule = next((each for each in placements if each.name == timetable.schedule), None)
+        schedules += [each for each in low.registry.schedules.values() if any(each.alike(placement) for placement in placements)]
+    schedule = next((each for each in schedules if each.name == timetable.schedule), None)
     if schedule is None:
         return [f"the loop is run by {timetable.schedule!r}"]
     if timetable.table.stages != RANKS * schedule.stages_per_rank:
