@@ -26,7 +26,7 @@ from colofunc.mesh.curves import (
 )
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
-from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.kernels import KernelCall, Like
 from colofunc.plugins import build_registry
 from colofunc.program.cost import node_s
@@ -230,7 +230,7 @@ def test_kinds_of_kernels(target, kind):
 
 def test_a_kind_that_no_machine_has_rates_of_is_an_error():
     with pytest.raises(ValueError, match="Try: one of elementwise, transcendental, normalisation"):
-        define("summed_up(Tensor x) -> Tensor", torch.clone, torch.clone, work="sums")
+        Facts(work="sums")
 
 
 def test_a_kernel_takes_no_less_than_the_smallest_that_was_measured():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from colofunc_plugins import tensor
 
 import colofunc as cf
-from colofunc.program.facts import backward_of, is_lookup, row_order, sums_rows
+from colofunc.program.facts import backward_of, facts_of, is_lookup, sums_rows
 from colofunc.program.tracing.trace import trace
 from colofunc.program.work_kinds import work_kind
 from colofunc.testing import check, check_strategies, sample
@@ -141,9 +141,9 @@ def test_facts_of_an_operator_are_known_by_its_name() -> None:
 
 
 def test_row_order_is_of_the_definition() -> None:
-    assert [row_order(op.name) for op in (projection, dense)] == ["any", ""]
-    assert row_order("aten._softmax_backward_data.default") == "any" and row_order("aten.cumsum.default") == ""
-    assert row_order("colofunc.experts_backward") == "dealt" and row_order("colofunc.attention") == ""
+    assert [facts_of(op.name).row_order for op in (projection, dense)] == ["any", ""]
+    assert [facts_of(f"aten.{name}.default").row_order for name in ("_softmax_backward_data", "cumsum")] == ["any", ""]
+    assert [facts_of(f"colofunc.{name}").row_order for name in ("experts_backward", "attention")] == ["dealt", ""]
 
 
 # ---- as a product of matrices ----
@@ -602,7 +602,7 @@ def weighted(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, y:
         (dict(weights=["weight"]), "weights names 'weight'. Try: one of x, w, b, y"),
         (dict(weights=["w", "b"]), "the weight 'b' is a list, or stands beside tensors that a call may leave out"),
         (dict(work="sums"), "work is 'sums'. Try: one of elementwise, transcendental, "),
-        (dict(rows="some"), "rows is 'some'. Try: one of read, summed, written"),
+        (dict(rows="some"), "rows is 'some'. Try: one of read, indexed, summed, written"),
         (dict(backward_products=["opstest.dx"]), "Try: mults=True"),
         (dict(backward_products=["opstest.dx"], mults=True), "names 'opstest.dx'. Try: an operator that is defined"),
         (dict(backward_products="aten.mm.default", mults=True), "Try: backward_products=('aten.mm.default',)"),

@@ -7,11 +7,12 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.attention import attention, attention_backward
-from colofunc.ops.define import OPERATORS, define
+from colofunc.ops.define import OPERATORS
+from colofunc.ops.facts import Facts
 from colofunc.ops.targets import KEEP_ORDER, RESHAPES, argument_at, is_view, keeps_order, may_copy, overload, resolve
 from colofunc.program.facts import (
     backward_of,
-    draws_by_place,
+    facts_of,
     is_lookup,
     is_product,
     reads_rows,
@@ -76,7 +77,8 @@ def test_products_name_those_of_their_gradients() -> None:
     assert backward_of("colofunc.int8_linear") == ("colofunc.int8_linear_dx",)
     assert backward_of("aten.mm.default") == ("aten.mm.default",)
     for target, made in OPERATORS.items():
-        assert all(map(is_product, (target, *made.backward_products))) or not made.backward_products
+        products = made.facts.backward_products
+        assert all(map(is_product, (target, *products))) or not products
 
 
 def test_lookups_read_rows_and_their_gradients_write_some() -> None:
@@ -87,14 +89,14 @@ def test_lookups_read_rows_and_their_gradients_write_some() -> None:
     assert sums_rows("colofunc.embedding_bag") and not sums_rows("aten.embedding.default")
     # Activations are indexed as well: no table stands there.
     assert reads_rows("aten.index.Tensor") and not is_lookup("aten.index.Tensor")
-    with pytest.raises(ValueError, match="Try: one of read, summed, written"):
-        define("rows_of(Tensor x) -> Tensor", torch.clone, torch.clone, rows="reads")
+    with pytest.raises(ValueError, match=r"rows is 'reads'\. Try: one of read, indexed, summed, written"):
+        Facts(rows="reads")
 
 
 def test_operators_that_draw_by_place_are_the_random_ones() -> None:
     drawn = {f"colofunc.random_{name}" for name in ("bits", "uniform", "normal", "bernoulli")}
-    found = {name for name, operator in OPERATORS.items() if operator.draws_by_place}
+    found = {name for name, operator in OPERATORS.items() if operator.facts.draws_by_place}
     assert found == {*drawn, "colofunc.dropout", attention.name, attention_backward.name}
-    assert draws_by_place("colofunc.dropout") and not draws_by_place("aten.as_strided.default")
+    assert not facts_of("aten.as_strided.default").draws_by_place
     # Updates that round at random draw by the place of a row, in memory of their own: no part of them is drawn by itself.
-    assert not draws_by_place("colofunc.adamw_rounded")
+    assert not facts_of("colofunc.adamw_rounded").draws_by_place

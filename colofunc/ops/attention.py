@@ -56,6 +56,7 @@ from colofunc.ops.attention_parts import (
     with_keep,
 )
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.kernels import Kernel, for_tensors, table_of
 
 aten = torch.ops.aten
@@ -390,10 +391,10 @@ _OPTIONS = (
 attention_backward = define(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
     f"{_OPTIONS}, bool need_dbias=False, Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    _attention_backward, _backward_fake, own_memory=True, product=True, draws_by_place=True,
+    _attention_backward, _backward_fake, facts=Facts(own_memory=True, product=True, draws_by_place=True),
 )  # fmt: skip
 attention = define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
-    _attention, _attention_fake, (_save_attention, _attention_grad), own_memory=True, product=True, draws_by_place=True,
+    _attention, _attention_fake, (_save_attention, _attention_grad), facts=Facts(own_memory=True, product=True, draws_by_place=True),
 )  # fmt: skip
 CUDA_KERNELS: tuple[Kernel, ...] = (*FUSED, *blockwise_kernels(blockwise, blockwise_backward))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 
 SUM = 0  # torch's number of this mode
 
@@ -149,17 +150,17 @@ def _factors_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 embedding_bag = define(
     "embedding_bag(Tensor weight, Tensor index, Tensor? factors, int padding) -> Tensor", _embedding_bag,
     lambda weight, index, factors, padding: weight.new_empty((index.shape[0], weight.shape[1])), (_save_bag, _bag_gradient),
-    own_memory=True, weights=(0,), rows="summed", work="gather",
+    facts=Facts(own_memory=True, weights=(0,), rows="summed", work="gather"),
 )  # fmt: skip
 embedding_bag_backward = define(
     "embedding_bag_backward(Tensor grad, Tensor index, Tensor? factors, int rows, int padding) -> Tensor", _backward,
     lambda grad, index, factors, rows, padding: grad.new_empty((rows, grad.shape[1])), (_save_backward, _backward_gradient),
-    own_memory=True, rows="written", work="gather",
+    facts=Facts(own_memory=True, rows="written", work="gather"),
 )  # fmt: skip
 embedding_bag_factors_backward = define(
     "embedding_bag_factors_backward(Tensor grad, Tensor weight, Tensor index, int padding) -> Tensor", _factors_backward,
     lambda grad, weight, index, padding: grad.new_empty(index.shape), (_save_bag, _factors_gradient),
-    work="gather",
+    facts=Facts(work="gather"),
 )  # fmt: skip
 
 

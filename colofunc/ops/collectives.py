@@ -38,6 +38,7 @@ from torch import Tensor
 from colofunc.errors import CollectiveError
 from colofunc.mesh import Mesh
 from colofunc.ops.define import define
+from colofunc.ops.facts import NOTHING, Facts
 from colofunc.ops.pattern_words import factors_of
 
 __all__ = [
@@ -253,13 +254,19 @@ def _collective(
     save: Callable[..., None],
     back: Any,
     kind: str,
-    own_memory: bool = False,
+    facts: Facts = NOTHING,
 ) -> Any:
-    return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back), own_memory=own_memory, kind=kind)
+    return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back), kind=kind, facts=facts)
 
 
 _ALL_GATHER = _collective(
-    "all_gather", "Tensor x, str[] axes, int n", _all_gather_fake, _save_call, _all_gather_back, "wire", own_memory=True
+    "all_gather",
+    "Tensor x, str[] axes, int n",
+    _all_gather_fake,
+    _save_call,
+    _all_gather_back,
+    "wire",
+    facts=Facts(own_memory=True),
 )
 _REDUCE_SCATTER = _collective(
     "reduce_scatter",
@@ -268,7 +275,7 @@ _REDUCE_SCATTER = _collective(
     _save_sum,
     _reduce_scatter_back,
     "wire",
-    own_memory=True,
+    facts=Facts(own_memory=True),
 )
 _ALL_REDUCE = _collective(
     "all_reduce",
@@ -277,11 +284,11 @@ _ALL_REDUCE = _collective(
     _save_sum,
     _all_reduce_back,
     "wire",
-    own_memory=True,
+    facts=Facts(own_memory=True),
 )
 _ALL_TO_ALL = _collective(
     "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back,
-    "wire", own_memory=True,
+    "wire", facts=Facts(own_memory=True),
 )  # fmt: skip
 _PERMUTE = _collective(
     "permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back, "wire"

@@ -1,7 +1,8 @@
 """Defining a canonical operator: schema, kernel, fake kernel and gradient in one place.
 
 Problem: an operator that stays whole in a trace needs a schema, a real kernel, a shape function and a derivative, and
-each must agree with the others. Idea: `define` takes the four as plain functions and registers them.
+each must agree with the others. Idea: `define` takes the four as plain functions and registers them, with the facts
+that plans and passes ask for (`ops.facts`).
 
     linear = define("linear(Tensor x, Tensor w, Tensor? b) -> Tensor", kernel, fake, (save, backward))
     linear(x, w, b)                        # torch.ops.colofunc.linear with its gradient
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.mesh import curves
+from colofunc.ops.facts import NOTHING, Facts
 
 NAMESPACE = "colofunc"
 # Fragments live as long as these objects: they are the registration itself.
@@ -46,13 +47,6 @@ KINDS: Mapping[str, str] = {
 }
 """Kinds of operators that executors write themselves."""
 
-WORK = tuple(kind for kind in curves.KINDS if kind not in ("product", "update"))
-"""What `define` is told as `work`; products and updates have words of their own."""
-ROWS = ("read", "summed", "written")
-"""What an operator does with few rows of a table, which `define` is told as `rows`."""
-ROW_ORDER = ("any", "dealt")
-"""In which order the rows of an operand may lie, which `define` is told as `row_order`."""
-
 Where = Callable[[Mapping[str, Any]], bool]  # arguments by name -> whether
 Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
@@ -68,19 +62,11 @@ class Operator:
     op: Any  # the OpOverload
     kernel: Callable[..., Any]
     function: type[torch.autograd.Function] | None = None
-    own_memory: bool = False
     kind: str = ""  # of those that executors write themselves, one of KINDS
     gradient_at: int | None = None  # of an update of a parameter: the argument with its gradient
     narrow_where: Where | None = None
     narrow_on_device: bool = False
-    product: bool = False
-    backward_products: tuple[str, ...] = ()
-    as_product: str = ""
-    weights: tuple[int, ...] = ()
-    rows: str = ""
-    row_order: str = ""
-    work: str = ""
-    draws_by_place: bool = False
+    facts: Facts = NOTHING
     # `op` for who calls it for small tensors, arguments by position
     bare: Callable[..., Any] = attrs.field(init=False, repr=False)
 
@@ -107,19 +93,11 @@ def define(
     library: torch.library.Library | None = None,
     for_compilers: Callable[..., Any] | None = None,
     number: str | None = None,
-    own_memory: bool = False,
     kind: str = "",
     updates_by: str | None = None,
     narrow_where: Where | None = None,
     narrow_on_device: bool = False,
-    product: bool = False,
-    backward_products: tuple[str, ...] = (),
-    as_product: str = "",
-    weights: tuple[int, ...] = (),
-    rows: str = "",
-    row_order: str = "",
-    work: str = "",
-    draws_by_place: bool = False,
+    facts: Facts = NOTHING,
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
@@ -130,39 +108,16 @@ def define(
     `number`: an integer argument in which calls of equal layers differ. A compiled function is given it as a 0-dim
     tensor of the host, so that all of them share it.
 
-    `own_memory`: each result is a tensor of its own, whose elements lie apart, so that a later operator may write over
-    it.
-
     `kind`: of an operator that executors write themselves, one of `KINDS`.
 
     `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient.
     `narrow_where`: with which arguments, by name, it reads on the host a gradient narrower than the parameter;
     `narrow_on_device`: with these on a GPU, too, by a kernel in CUDA.
 
-    `product`: most of its work is multiplying matrices, so that its results are dear to make again.
-    `backward_products`: of a product that a step writes, the names of those that its gradients are made by, where these are
-    products of ours.
-
-    `as_product`: how it reads as the product of a linear layer of rows b, inputs i and outputs o: "b i, o i, o -> b o".
-
-    `weights`: positions, among the tensors that it is given, of those that are weights.
-
-    `rows`: "read", few rows of its first operand, a table, at the indices of its second; "summed", the same, and each row
-    of its result is a sum of them; "written", few rows of its result, which are given to it.
-
-    `row_order`: "any", it does not matter in which order rows lie, neither to it nor to local code of plugins that split
-    it; "dealt", as "any", and it does not matter which ranks have which rows, on axes that the local code splits by a
-    pattern of its own.
-
-    `work`: which kind of kernel it is, one of `WORK`, where a machine has rates of kinds; what says nothing counts as
-    elementwise, by the bytes that it reads and writes.
-
-    `draws_by_place`: the random numbers that it draws depend on where its part lies in the global tensor, which `sizes`,
-    `strides` and `offset` say.
+    `facts`: what plans, passes and costs know of it.
 
     `library`: a fragment of its own, which the caller keeps and may undo.
     """
-    check_words(schema, rows=rows, row_order=row_order, work=work)
     name = schema.split("(", 1)[0].strip()
     if library is None:
         if namespace not in LIBRARIES:
@@ -176,7 +131,7 @@ def define(
     if gradient is not None:
         save, backward = gradient
         torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=save, lib=library)
-        function = _function(f"{namespace}_{name}", op, save, backward, own_memory)
+        function = _function(f"{namespace}_{name}", op, save, backward, facts.own_memory)
     KERNELS[f"{namespace}.{name}"] = kernel
     if for_compilers is not None:
         FOR_COMPILERS[f"{namespace}.{name}"] = for_compilers
@@ -189,30 +144,14 @@ def define(
         op,
         kernel,
         function,
-        own_memory,
         kind,
         gradient_at,
         narrow_where,
         narrow_on_device,
-        product,
-        backward_products,
-        as_product,
-        weights,
-        rows,
-        row_order,
-        work,
-        draws_by_place,
+        facts,
     )
     OPERATORS[operator.name] = operator
     return operator
-
-
-def check_words(schema: str, **said: str) -> None:
-    """Raises ValueError where a definition says of `rows`, `row_order` or `work` what is none of their words."""
-    words = {"rows": ROWS, "row_order": ROW_ORDER, "work": WORK}
-    for argument, word in said.items():
-        if word and word not in words[argument]:
-            raise ValueError(f"{schema}: {argument} is {word!r}. Try: one of {', '.join(words[argument])}")
 
 
 def define_update(

@@ -50,6 +50,7 @@ from colofunc.ops.experts_parts import ACTS as ACTS
 from colofunc.ops.experts_parts import INTERLEAVED as INTERLEAVED
 from colofunc.ops.experts_parts import ExpertWeights
 from colofunc.ops.experts_parts import Interleaved as Interleaved
+from colofunc.ops.facts import Facts
 from colofunc.ops.kernels import for_tensors, table_of, wide
 
 ROWS = 1 << 12  # rows of one expert that a kernel of the CPU works on at a time
@@ -290,25 +291,23 @@ _LAST = "float share=1.0, bool float8=False"
 experts_backward = define(
     f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_LAST}) -> "
     f"({', '.join(['Tensor'] * 6)})",
-    _experts_backward, _backward_fake, product=True, row_order="dealt",
+    _experts_backward, _backward_fake, facts=Facts(product=True, row_order="dealt"),
 )  # fmt: skip
 experts_input_gradients = define(
     f"experts_input_gradients(Tensor g, {_OPERANDS}, {_OPTIONS}, float share=1.0) -> (Tensor, Tensor, Tensor, Tensor)",
-    _experts_input_gradients, _input_gradients_fake, product=True, row_order="dealt",
+    _experts_input_gradients, _input_gradients_fake, facts=Facts(product=True, row_order="dealt"),
 )  # fmt: skip
 experts_weight_gradients = define(
     f"experts_weight_gradients(Tensor dh, Tensor a, Tensor g, {_OPERANDS}, {_OPTIONS}, float share=1.0) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    _experts_weight_gradients, _weight_gradients_fake, product=True, row_order="dealt",
+    _experts_weight_gradients, _weight_gradients_fake, facts=Facts(product=True, row_order="dealt"),
 )  # fmt: skip
 experts = define(
     f"experts({_OPERANDS}, {_OPTIONS}, {_LAST}) -> Tensor",
     _experts,
     _experts_fake,
     (_save, _gradient),
-    product=True,
-    weights=(3, 4, 5, 6),
-    row_order="dealt",
+    facts=Facts(product=True, weights=(3, 4, 5, 6), row_order="dealt"),
 )
 
 

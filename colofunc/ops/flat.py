@@ -19,6 +19,7 @@ from torch import Tensor
 
 from colofunc.errors import CollectiveError
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 
 
 def are_adjacent(xs: Sequence[Tensor]) -> bool:
@@ -108,13 +109,13 @@ PACK = define(
     _pack,
     _pack_fake,
     for_compilers=_pack_of_parts,
-    own_memory=True,
+    facts=Facts(own_memory=True),
 )
 define(
     "all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor",
     _gather_eager,
     _gather_fake,
-    own_memory=True,
+    facts=Facts(own_memory=True),
     kind="wire",
 )
 define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)

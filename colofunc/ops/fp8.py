@@ -39,6 +39,7 @@ from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops import triton_use
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.kernels import NARROW, Kernel, KernelCall, Rates, anything, wide
 from colofunc.ops.small_floats import E4M3, LARGEST, float8_bits
 
@@ -100,11 +101,15 @@ def _cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.uint8)
 
 
-abs_max = define("abs_max(Tensor x, int[]? dims) -> Tensor", _abs_max, _abs_max_fake, own_memory=True, work="reduction")
+abs_max = define(
+    "abs_max(Tensor x, int[]? dims) -> Tensor", _abs_max, _abs_max_fake, facts=Facts(own_memory=True, work="reduction")
+)
 fp8_scale = define(
-    "fp8_scale(Tensor amax, float largest, bool power_of_2) -> Tensor", _scale, _scale_fake, own_memory=True,
+    "fp8_scale(Tensor amax, float largest, bool power_of_2) -> Tensor", _scale, _scale_fake, facts=Facts(own_memory=True),
 )  # fmt: skip
-fp8_cast = define("fp8_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", _cast, _cast_fake, own_memory=True)
+fp8_cast = define(
+    "fp8_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", _cast, _cast_fake, facts=Facts(own_memory=True)
+)
 
 CAST = fp8_cast.name
 MAXIMUM = abs_max.name
@@ -180,17 +185,20 @@ def _linear_dw_fake(
 scaled_linear_dx = define(
     "scaled_linear_dx(Tensor g, Tensor w, Tensor g_scale, Tensor w_scale, ScalarType g_dtype, ScalarType dtype)"
     " -> Tensor",
-    _linear_dx, _linear_dx_fake, own_memory=True, product=True, row_order="any",
+    _linear_dx, _linear_dx_fake, facts=Facts(own_memory=True, product=True, row_order="any"),
 )  # fmt: skip
 scaled_linear_dw = define(
     "scaled_linear_dw(Tensor g, Tensor x, Tensor g_scale, Tensor x_scale, ScalarType g_dtype, ScalarType dtype)"
     " -> Tensor",
-    _linear_dw, _linear_dw_fake, own_memory=True, product=True, row_order="any",
+    _linear_dw, _linear_dw_fake, facts=Facts(own_memory=True, product=True, row_order="any"),
 )  # fmt: skip
 scaled_linear = define(
     "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
-    _linear, _linear_fake, own_memory=True, product=True, row_order="any",
-    backward_products=(scaled_linear_dx.name, scaled_linear_dw.name, "colofunc.fp8_linear_dx"), weights=(1, 4),
+    _linear, _linear_fake,
+    facts=Facts(
+        own_memory=True, product=True, row_order="any", weights=(1, 4),
+        backward_products=(scaled_linear_dx.name, scaled_linear_dw.name, "colofunc.fp8_linear_dx"),
+    ),
 )  # fmt: skip
 
 

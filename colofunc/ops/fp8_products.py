@@ -36,6 +36,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.fp8 import (
     MULTIPLE,
     abs_max,
@@ -88,8 +89,10 @@ def _linear_fake(
 
 scaled_groups_linear = define(
     "scaled_groups_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
-    _linear, _linear_fake, own_memory=True, product=True, backward_products=("colofunc.fp8_g128_linear_dx",),
-    weights=(1, 3, 4), row_order="any",
+    _linear, _linear_fake,
+    facts=Facts(
+        own_memory=True, product=True, backward_products=("colofunc.fp8_g128_linear_dx",), weights=(1, 3, 4), row_order="any"
+    ),
 )  # fmt: skip
 
 PRODUCT = scaled_groups_linear.name

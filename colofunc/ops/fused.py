@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define, nothing
+from colofunc.ops.facts import Facts
 
 aten = torch.ops.aten
 MEAN = 1
@@ -85,18 +86,18 @@ log_softmax_ = define(
     _log_softmax_,
     nothing,
     for_compilers=_log_softmax_over_,
-    work="softmax",
+    facts=Facts(work="softmax"),
 )
 cross_entropy_dx_ = define(
     "cross_entropy_dx_(Tensor(a!) log_p, Tensor grad, Tensor target, int reduction, int ignore_index, Tensor total) -> "
     "()",
-    _cross_entropy_dx_, nothing, for_compilers=_cross_entropy_dx_over_, work="softmax",
+    _cross_entropy_dx_, nothing, for_compilers=_cross_entropy_dx_over_, facts=Facts(work="softmax"),
 )  # fmt: skip
 embedding_add_ = define(
     "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()",
     _embedding_add_,
     nothing,
-    work="gather",
+    facts=Facts(work="gather"),
 )
 
 

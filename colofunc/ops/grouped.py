@@ -18,6 +18,7 @@ from torch import Tensor
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
 from colofunc.ops.experts_guards import GROUPED_KERNELS
+from colofunc.ops.facts import Facts
 from colofunc.ops.kernels import for_tensors, table_of
 
 _KERNELS = table_of(GROUPED_KERNELS)
@@ -85,10 +86,9 @@ grouped_mm = define(
     _grouped_mm,
     _grouped_mm_fake,
     (_save, _gradient),
-    product=True,
-    weights=(1,),
+    facts=Facts(product=True, weights=(1,)),
 )
 grouped_mm_dw = define(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor offs) -> Tensor", _grouped_mm_dw,
-    lambda x, g, offs: x.new_empty((offs.shape[0], x.shape[1], g.shape[1])), (_save, _dw_gradient), product=True,
+    lambda x, g, offs: x.new_empty((offs.shape[0], x.shape[1], g.shape[1])), (_save, _dw_gradient), facts=Facts(product=True),
 )  # fmt: skip

@@ -43,6 +43,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.kernels import Kernel, KernelCall, Rates, anything, wide
 from colofunc.ops.quantized import FORMATS, OPERATORS
 from colofunc.ops.quantized_inputs import STEPS, largest_below, units
@@ -115,10 +116,13 @@ def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
 
 
 row_size = define(
-    "row_size(Tensor x, float threshold) -> Tensor", _row_size, _row_size_fake, own_memory=True, work="reduction"
+    "row_size(Tensor x, float threshold) -> Tensor",
+    _row_size,
+    _row_size_fake,
+    facts=Facts(own_memory=True, work="reduction"),
 )
 int8_rows = define(
-    "int8_rows(Tensor x, Tensor size, float threshold) -> Tensor", _int8_rows, _int8_rows_fake, own_memory=True,
+    "int8_rows(Tensor x, Tensor size, float threshold) -> Tensor", _int8_rows, _int8_rows_fake, facts=Facts(own_memory=True),
 )  # fmt: skip
 
 SIZE = row_size.name
@@ -249,8 +253,10 @@ def _int8_rows_linear_fake(
 int8_rows_linear = define(
     "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, "
     "ScalarType dtype) -> Tensor",
-    _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True, backward_products=("colofunc.int8_linear_dx",),
-    weights=(1, 2), row_order="any",
+    _int8_rows_linear, _int8_rows_linear_fake,
+    facts=Facts(
+        own_memory=True, product=True, backward_products=("colofunc.int8_linear_dx",), weights=(1, 2), row_order="any"
+    ),
 )  # fmt: skip
 
 PRODUCT = int8_rows_linear.name

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -119,14 +120,17 @@ FOR_MATRICES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 linear_dx = define(
     "linear_dx(Tensor g, Tensor w) -> Tensor", _linear_dx, _linear_dx_fake, (_save_two, _dx_backward), for_compilers=_linear_dx,
-    own_memory=True, product=True, as_product="b o, o i -> b i", row_order="any",
+    facts=Facts(own_memory=True, product=True, as_products=("b o, o i -> b i",), row_order="any"),
 )  # fmt: skip
 linear_dw = define(
     "linear_dw(Tensor g, Tensor x) -> Tensor", _linear_dw, _linear_dw_fake, (_save_two, _dw_backward), for_compilers=_linear_dw,
-    own_memory=True, product=True, as_product="b o, b i -> o i", row_order="any",
+    facts=Facts(own_memory=True, product=True, as_products=("b o, b i -> o i",), row_order="any"),
 )  # fmt: skip
 linear = define(
     "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor", _linear, _linear_fake, (_save_linear, _linear_backward),
-    for_compilers=_linear, own_memory=True, product=True, backward_products=(linear_dx.name, linear_dw.name),
-    as_product="b i, o i, o -> b o", weights=(1, 2), row_order="any",
+    for_compilers=_linear,
+    facts=Facts(
+        own_memory=True, product=True, backward_products=(linear_dx.name, linear_dw.name), as_products=("b i, o i, o -> b o",),
+        weights=(1, 2), row_order="any",
+    ),
 )  # fmt: skip

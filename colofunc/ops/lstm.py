@@ -23,6 +23,7 @@ from torch import Tensor
 
 from colofunc.errors import InputError, TraceError
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.linear import linear, linear_dw
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -117,12 +118,12 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 lstm = define(
     "lstm(Tensor gates, Tensor h0, Tensor c0, Tensor w) -> (Tensor, Tensor, Tensor, Tensor)", _lstm, _lstm_fake, (_save, _gradient),
-    product=True, weights=(3,),
+    facts=Facts(product=True, weights=(3,)),
 )  # fmt: skip
 lstm_backward = define(
     "lstm_backward(Tensor grad, Tensor grad_c, Tensor c0, Tensor w, Tensor cells, Tensor opened) -> (Tensor, Tensor, "
     "Tensor)",
-    _lstm_backward, _lstm_backward_fake, (_save_nothing, _no_gradient), product=True,
+    _lstm_backward, _lstm_backward_fake, (_save_nothing, _no_gradient), facts=Facts(product=True),
 )  # fmt: skip
 
 

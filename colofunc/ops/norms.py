@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 
 aten = torch.ops.aten
 
@@ -135,13 +136,13 @@ def _dw_gradient(ctx: Any, h: Tensor) -> tuple[Any, ...]:
 # Both go by the rate of elementwise work: published predictions of steps beside what was measured of them were made so.
 rms_norm_dx = define(
     "rms_norm_dx(Tensor g, Tensor x, int[] shape, Tensor rstd, Tensor? w) -> Tensor", _rms_norm_dx, _rms_norm_dx_fake,
-    (_save_dx, _dx_gradient), for_compilers=_dx_in_operators, own_memory=True, work="elementwise", row_order="any",
+    (_save_dx, _dx_gradient), for_compilers=_dx_in_operators, facts=Facts(own_memory=True, work="elementwise", row_order="any"),
 )  # fmt: skip
 rms_norm_dw = define(
     "rms_norm_dw(Tensor g, Tensor x, int[] shape, Tensor rstd) -> Tensor", _rms_norm_dw, _rms_norm_dw_fake,
-    (_save_dw, _dw_gradient), for_compilers=_dw_in_operators, own_memory=True, work="elementwise", row_order="any",
+    (_save_dw, _dw_gradient), for_compilers=_dw_in_operators, facts=Facts(own_memory=True, work="elementwise", row_order="any"),
 )  # fmt: skip
 rms_norm = define(
     "rms_norm(Tensor x, int[] shape, Tensor? w, float eps) -> (Tensor, Tensor)", _rms_norm, _rms_norm_fake, (_save, _gradient),
-    for_compilers=_in_operators, own_memory=True, weights=(1,), work="normalisation", row_order="any",
+    for_compilers=_in_operators, facts=Facts(own_memory=True, weights=(1,), work="normalisation", row_order="any"),
 )  # fmt: skip

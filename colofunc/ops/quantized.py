@@ -58,6 +58,7 @@ from torch.utils import _pytree as pytree
 from colofunc.errors import RuleError, TraceError
 from colofunc.ops import native
 from colofunc.ops.define import NAMESPACE, Operator, define, nothing
+from colofunc.ops.facts import Facts
 from colofunc.ops.small_floats import (
     E4M3_NAN,
     E8M0_NAN,
@@ -260,7 +261,7 @@ def _packed_linear_(
 
 packed_linear_ = define(
     "packed_linear_(Tensor(a!) out, Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias) -> ()", _packed_linear_, nothing,
-    product=True,
+    facts=Facts(product=True),
 )  # fmt: skip
 
 
@@ -370,23 +371,26 @@ def _operators(form: Format) -> Operators:
             linear,
             linear_fake,
             (save_linear, linear_backward),
-            own_memory=True,
-            product=True,
-            backward_products=(f"{NAMESPACE}.{form.name}_linear_dx",),
-            weights=tuple(range(1, count + 2)),
-            row_order="any",
+            facts=Facts(
+                own_memory=True,
+                product=True,
+                backward_products=(f"{NAMESPACE}.{form.name}_linear_dx",),
+                weights=tuple(range(1, count + 2)),
+                row_order="any",
+            ),
         ),
         define(
             f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor",
             linear_dx,
             linear_dx_fake,
             (save_dx, dx_backward),
-            own_memory=True,
-            product=True,
-            row_order="any",
+            facts=Facts(own_memory=True, product=True, row_order="any"),
         ),
         define(
-            f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake, own_memory=True
+            f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor",
+            dequantize,
+            dequantize_fake,
+            facts=Facts(own_memory=True),
         ),
     )
     return made

@@ -33,6 +33,7 @@ from colofunc.errors import InputError
 from colofunc.ops import draws
 from colofunc.ops import random_kernels as kernels
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.indices import Index, index_of, index_tensor
 from colofunc.ops.masks import Words, keep_tiles, mix_words
 from colofunc.ops.random_kernels import Place
@@ -350,23 +351,24 @@ def _dropout_expression(
 _PLACE = "int[] sizes=[], int[] strides=[], Tensor? offset=None"
 random_bits = define(
     f"random_bits(Tensor seed, int site, int[] shape, {_PLACE}) -> Tensor", _random_bits, _fake_bits,
-    for_compilers=_bits_expression, number="site", draws_by_place=True,
+    for_compilers=_bits_expression, number="site", facts=Facts(draws_by_place=True),
 )  # fmt: skip
 random_uniform = define(
     f"random_uniform(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_uniform, _fake,
-    for_compilers=_uniform_expression, number="site", draws_by_place=True,
+    for_compilers=_uniform_expression, number="site", facts=Facts(draws_by_place=True),
 )  # fmt: skip
 random_normal = define(
-    f"random_normal(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_normal, _fake, draws_by_place=True,
+    f"random_normal(Tensor seed, int site, int[] shape, ScalarType dtype, {_PLACE}) -> Tensor", _random_normal, _fake,
+    facts=Facts(draws_by_place=True),
 )  # fmt: skip
 random_bernoulli = define(
     f"random_bernoulli(Tensor seed, int site, int[] shape, ScalarType dtype, float p, {_PLACE}) -> Tensor", _random_bernoulli, _fake,
-    for_compilers=_bernoulli_expression, number="site", draws_by_place=True,
+    for_compilers=_bernoulli_expression, number="site", facts=Facts(draws_by_place=True),
 )  # fmt: skip
 dropout = define(
     f"dropout(Tensor x, Tensor seed, int site, float p, {_PLACE}) -> Tensor",
     _dropout, _dropout_fake, (_save_dropout, _dropout_backward), for_compilers=_dropout_expression, number="site",
-    draws_by_place=True,
+    facts=Facts(draws_by_place=True),
 )  # fmt: skip
 OPERATORS = (random_bits, random_uniform, random_normal, random_bernoulli, dropout)
 CUDA_KERNELS = kernels.records({operator.name: operator.kernel for operator in OPERATORS})

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.small_floats import E4M3, E4M3_LARGEST, e4m3_bits, e4m3_values
 
 GROUP = 128
@@ -148,11 +149,11 @@ def _widen_whole(codes: Tensor, scale: Tensor, numbers: torch.dtype, dtype: torc
 
 pack_saved = define(
     "pack_saved(Tensor x, int dim, int width, ScalarType numbers) -> (Tensor, Tensor)", _pack_saved, _pack_saved_fake,
-    own_memory=True, for_compilers=_pack_whole,
+    facts=Facts(own_memory=True), for_compilers=_pack_whole,
 )  # fmt: skip
 widen_saved = define(
     "widen_saved(Tensor codes, Tensor scale, ScalarType numbers, ScalarType dtype) -> Tensor", _widen_saved, _widen_saved_fake,
-    own_memory=True, for_compilers=_widen_whole,
+    facts=Facts(own_memory=True), for_compilers=_widen_whole,
 )  # fmt: skip
 PACK = pack_saved.name
 WIDEN = widen_saved.name

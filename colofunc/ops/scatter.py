@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 
 aten = torch.ops.aten
-TOUCH_A_PART = frozenset(
-    f"{name}_"
-    for name in (
-        "aten.index_copy aten.index_put aten.index_add aten.index_fill aten.scatter aten.scatter_add "
-        "colofunc.slice_scatter colofunc.select_scatter colofunc.diagonal_scatter"
-    ).split()
-)
-"""Operators in place, without their overloads, that touch as much of what they write to as they are given, where others
-go through all."""
 VIEWS: dict[str, str] = {
     "aten.slice_scatter.default": "aten.slice.Tensor",
     "aten.select_scatter.default": "aten.select.int",
@@ -66,4 +58,4 @@ for _target, _view in VIEWS.items():
     COPIES_FIRST[_target] = _copier(_write)
     _schema = str(getattr(aten, _name).default._schema).removeprefix("aten::")
     _schema = _schema.replace(f"{_name}(Tensor self", f"{_name}_(Tensor(a!) self").replace("-> Tensor", "-> Tensor(a!)")
-    define(_schema, _write, _same, for_compilers=_write)
+    define(_schema, _write, _same, for_compilers=_write, facts=Facts(touches_part=True))

@@ -24,6 +24,7 @@ from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import native
 from colofunc.ops.define import define, nothing
+from colofunc.ops.facts import Facts
 from colofunc.ops.update_narrow import HOST_GRADS
 
 ROW = 1024
@@ -83,6 +84,6 @@ sum_of_squares = define(
     _fake,
     (_save, _backward),
     for_compilers=written_out,
-    work="reduction",
+    facts=Facts(work="reduction"),
 )
 squares_host_ = define("squares_host_(Tensor(a!) out, Tensor x) -> ()", _squares_host_, nothing)

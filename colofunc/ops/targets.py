@@ -18,22 +18,11 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.ops.scatter import COPIES_FIRST
+from colofunc.ops.torch_facts import facts_of_torch, torch_targets
 
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze select slice split split_with_sizes "
-        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real "
-        "view_as_complex "
-        "as_strided diagonal narrow chunk"
-    ).split()
-)
-"""Operators that only describe memory anew; without their overload."""
 RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
 """Those that are told the sizes of their result: `view(x, sizes)`."""
-KEEP_ORDER = RESHAPES | {
-    "aten._reshape_alias.default", "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
-}  # fmt: skip
+KEEP_ORDER = frozenset(torch_targets("keeps_order"))
 """Those whose result has all elements of their operand, in their order, in another shape."""
 
 # Kernels may return other strides than the trace saw; a reshape copies only where a view is impossible.
@@ -75,17 +64,16 @@ _BY_VALUE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@cache
 def is_view(target: str) -> bool:
     """Whether an operator of torch only describes memory anew, so that it costs nothing to run; a reshape where no view
     is possible, which copies, is among them.
     """
-    return target.rsplit(".", 1)[0] in _VIEWS
+    return facts_of_torch(target).view
 
 
 def keeps_order(target: str) -> bool:
     """Whether an operator is a reshape: all elements of its operand, in their order, in another shape."""
-    return target in KEEP_ORDER
+    return facts_of_torch(target).keeps_order
 
 
 def may_copy(target: str) -> bool:

@@ -36,6 +36,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import CollectiveError, InputError, near
 from colofunc.ops.define import define
+from colofunc.ops.facts import Facts
 from colofunc.ops.quantized import packed_nibbles as two_in_a_byte
 from colofunc.ops.quantized import unpacked
 from colofunc.ops.small_floats import e4m3_bits, e4m3_values
@@ -241,25 +242,29 @@ def _left_fake(
 
 
 wire_pack = define(
-    "wire_pack(Tensor x, str scheme, int n) -> Tensor", _pack, _pack_fake, for_compilers=_pack, own_memory=True
+    "wire_pack(Tensor x, str scheme, int n) -> Tensor",
+    _pack,
+    _pack_fake,
+    for_compilers=_pack,
+    facts=Facts(own_memory=True),
 )
 wire_open = define(
     "wire_open(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor",
     _open,
     _open_fake,
     for_compilers=_open,
-    own_memory=True,
+    facts=Facts(own_memory=True),
 )
 wire_sum = define(
     "wire_sum(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor",
     _sum,
     _sum_fake,
     for_compilers=_sum,
-    own_memory=True,
+    facts=Facts(own_memory=True),
 )
 define(
     "wire_left(Tensor x, Tensor packed, str scheme, Tensor? total, Tensor? sent, Tensor? index) -> Tensor",
-    _left, _left_fake, for_compilers=_left, own_memory=True,
+    _left, _left_fake, for_compilers=_left, facts=Facts(own_memory=True),
 )  # fmt: skip
 
 
@@ -283,11 +288,19 @@ def _residual_fake(r: Tensor, of: str) -> Tensor:
 
 
 carry = define(
-    "carry(Tensor g, Tensor r) -> (Tensor, Tensor)", _carry, _carry_fake, for_compilers=_carry, own_memory=True
+    "carry(Tensor g, Tensor r) -> (Tensor, Tensor)",
+    _carry,
+    _carry_fake,
+    for_compilers=_carry,
+    facts=Facts(own_memory=True),
 )
 """What is sent of a gradient and what was left before; and what is left then, which is nothing on one device."""
 residual = define(
-    "residual(Tensor r, str of) -> Tensor", _residual, _residual_fake, for_compilers=_residual, own_memory=True
+    "residual(Tensor r, str of) -> Tensor",
+    _residual,
+    _residual_fake,
+    for_compilers=_residual,
+    facts=Facts(own_memory=True),
 )
 """Where a trace returns what is left of the gradient of a leaf, before `passes.wire` knows what that is."""
 CARRY, RESIDUAL = carry.name, residual.name

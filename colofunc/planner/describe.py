@@ -27,8 +27,9 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.ops.experts_parts import EXPERTS
+from colofunc.ops.torch_facts import BATCHED_PRODUCTS, CONVOLUTIONS
 from colofunc.planner.sharding.classes import starred
-from colofunc.program.facts import BATCHED_PRODUCTS, CONVOLUTIONS, is_lookup, is_product, weight_operands
+from colofunc.program.facts import facts_of, is_lookup, is_product
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
@@ -237,7 +238,7 @@ def shares(
             factor = dict(strategy.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
         elif node.target == EXPERTS:
-            first_weight = weight_operands(EXPERTS)[0]
+            first_weight = facts_of(EXPERTS).weights[0]
             experts |= axis in axes_of(strategy.ins[first_weight].dims[0])
         elif is_lookup(node.target) and strategy.ins:
             vocabulary |= axis in axes_of(strategy.ins[0].dims[0])

@@ -41,8 +41,9 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import PluginError, ProgramError
-from colofunc.ops.define import KERNELS, Operator, check_words, define
+from colofunc.ops.define import KERNELS, Operator, define
 from colofunc.ops.define import OPERATORS as DEFINED
+from colofunc.ops.facts import Facts
 from colofunc.ops.targets import forget_targets, overload
 from colofunc.plugins.registry import build_registry
 from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
@@ -130,7 +131,8 @@ def operator(
     for them is a parameter, wherever it stands.
 
     `rows`: "read", it looks few rows of its first tensor, a table, up at the indices of its second; "summed", and each
-    row of its result is a sum of them; "written", it writes few rows of its result, as the gradient of a table.
+    row of its result is a sum of them; "indexed", as "read", of what may be an activation as well; "written", it
+    writes few rows of its result, as the gradient of a table.
 
     `row_order`: "any", it does not matter in which order its rows lie, neither to it nor to local code of plugins that
     split it, as for a linear layer, a norm or a softmax (and for what has `as_product`). "dealt": as "any", and it does
@@ -152,7 +154,6 @@ def operator(
             f'cf.operator: {name!r} is no name for an operator. Try: "mylib.gated", with a library name of your own'
         )
 
-    _check_words(name, rows, row_order, work)
     for argument, names in (("backward_products", backward_products), ("weights", weights)):
         if isinstance(names, str):
             raise PluginError(f"cf.operator {name!r}: {argument}={names!r} is one text. Try: {argument}=({names!r},)")
@@ -164,6 +165,17 @@ def operator(
             )
     mults = mults or bool(as_product)
     _check_backward_products(name, backward_products, mults)
+    try:
+        facts = Facts(
+            product=mults,
+            backward_products=tuple(backward_products),
+            as_products=(as_product,) if as_product else (),
+            rows=rows,
+            row_order=row_order or ("any" if as_product else ""),
+            work=work,
+        )
+    except ValueError as error:
+        raise PluginError(f"cf.operator {name!r}: {error}") from None
 
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
@@ -179,18 +191,9 @@ def operator(
             of_text = repeated if "Tensor[]" in schema else pattern
             rule_fn = of_text(rule, reduce=reduce, linear=linear, mults=mults)
         defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
-        if as_product != DEFINED[name].as_product:
+        if facts.as_products != DEFINED[name].facts.as_products:
             build_registry.cache_clear()  # plans there have strategies for the products that there were
-        DEFINED[name] = attrs.evolve(
-            defined,
-            product=mults,
-            backward_products=tuple(backward_products),
-            as_product=as_product,
-            weights=positions,
-            rows=rows,
-            row_order=row_order or ("any" if as_product else ""),
-            work=work,
-        )
+        DEFINED[name] = attrs.evolve(defined, facts=attrs.evolve(facts, weights=positions))
         plain = _by_position(reference, signature)
         REGISTERED.pop(name, None)
         if callable(rule_fn):
@@ -379,13 +382,6 @@ def _check_rows(name: str, schema: str, rows: str) -> None:
             f"cf.operator {name!r}: rows={rows!r} is of a table and its indices, the tensors are {kinds}. "
             "Try: (table: Tensor, index: Tensor, ...)"
         )
-
-
-def _check_words(name: str, rows: str, row_order: str, work: str) -> None:
-    try:
-        check_words(f"cf.operator {name!r}", rows=rows, row_order=row_order, work=work)
-    except ValueError as error:
-        raise PluginError(str(error)) from None
 
 
 def _check_backward_products(name: str, backward_products: Sequence[str], mults: bool) -> None:

@@ -21,7 +21,6 @@ from colofunc.mesh import Mesh, wire_bytes
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import HOST_KERNEL, Tiles, attention_flops_per_s
 from colofunc.ops.kernels import COPY, FUSED
-from colofunc.ops.scatter import TOUCH_A_PART
 from colofunc.ops.targets import argument_at, is_view
 from colofunc.ops.twins import functional_of
 from colofunc.program import facts
@@ -359,7 +358,7 @@ def _written_bytes(node: Node, values: Mapping[int, Value]) -> int:
     if not into:
         return 0
     changed = sum(values[id].nbytes for id in into)
-    if node.target.rsplit(".", 1)[0] in TOUCH_A_PART or node.target in TOUCH_A_PART:
+    if facts.facts_of(node.target).touches_part:
         given = sum(values[ref].nbytes for ref in node.refs if ref not in into)
         return given - changed * (1 + len(node.results))
     in_place = node.target.split(".")[1].endswith("_")

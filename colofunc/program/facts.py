@@ -1,7 +1,7 @@
 """Facts about targets and lifetimes that passes and executors share.
 
-Which nodes communicate, which arguments an operator writes to, which results may share memory with an operand, and
-until when a value is needed.
+What is known of any operator (`facts_of`), which nodes communicate, which arguments an operator writes to, which results
+may share memory with an operand, and until when a value is needed.
 
 >>> rearrange_steps("a (b c) -> b a c", ("b",), (2,), (4, 6))
 ((4, 2, 3), (1, 0, 2), None)
@@ -18,57 +18,12 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.ops import collectives, copies, debug, flat  # noqa: F401  which define the operators told apart here
 from colofunc.ops.define import OPERATORS, of_kind
+from colofunc.ops.facts import Facts
 from colofunc.ops.pattern_words import factors_of
 from colofunc.ops.targets import is_view, overload
+from colofunc.ops.torch_facts import facts_of_torch, torch_targets
 from colofunc.program.ir import LOOP, Node, Program, Ref, computed_once
 
-# Operators of torch, beside elementwise ones, whose results are memory of their own, whatever their arguments.
-MAKERS = frozenset(
-    """aten.mm.default aten.addmm.default aten.bmm.default aten.baddbmm.default aten.rsub.Tensor
-    aten._softmax.default aten._log_softmax.default aten._softmax_backward_data.default
-    aten._log_softmax_backward_data.default aten.nll_loss_backward.default aten.embedding.default
-    aten.embedding_dense_backward.default aten.native_layer_norm.default aten.native_layer_norm_backward.default
-    aten.native_group_norm.default aten._native_batch_norm_legit_no_training.default aten._native_batch_norm_legit.no_stats
-    aten.upsample_nearest2d.default aten.upsample_nearest2d.vec aten.upsample_bilinear2d.default aten.upsample_bilinear2d.vec
-    aten.avg_pool2d.default aten._adaptive_avg_pool2d.default aten.max_pool2d_with_indices.default aten.constant_pad_nd.default
-    aten.convolution.default aten.convolution_backward.default aten.sum.dim_IntList aten.mean.dim aten.var.correction
-    aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor
-    aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default""".split()
-)
-# Operators of torch most of whose work is multiplying matrices; without their overload.
-PRODUCTS = frozenset(
-    """aten.mm aten.addmm aten.bmm aten.baddbmm aten.addbmm aten.mv aten.addmv aten.dot aten._trilinear aten._scaled_mm aten._grouped_mm
-    aten._int_mm aten.convolution aten.convolution_backward aten._scaled_dot_product_flash_attention_for_cpu
-    aten._scaled_dot_product_flash_attention_for_cpu_backward""".split()
-)
-# How those of matrices read as the product of a linear layer of rows b, inputs i and outputs o.
-AS_PRODUCTS = {
-    "aten.addmm.default": ("o, b i, i o -> b o",),
-    "aten.mm.default": ("b i, i o -> b o", "b o, o i -> b i", "i b, b o -> i o", "o b, b i -> o i"),
-}
-# Those of matrices, alone or as many as a batch has -> the position of the second factor among their tensors.
-SECOND_FACTORS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.bmm.default": 1, "aten.baddbmm.default": 2}
-CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
-BATCHED_PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
-# Operators of torch with weights -> the positions of these among their tensors.
-WEIGHTS = {
-    "aten.embedding.default": (0,),
-    "aten.convolution.default": (1, 2),
-    "aten.native_layer_norm.default": (1, 2),
-    "aten.native_group_norm.default": (1, 2),
-    "aten._fused_rms_norm.default": (1,),
-}
-# Operators of torch that look rows of a table up, that read few rows of whatever they are given, and that write few.
-LOOKUPS = frozenset(("aten.embedding.default",))
-READ_ROWS = LOOKUPS | {"aten.index_select.default", "aten.index.Tensor"}
-WRITE_ROWS = frozenset(("aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"))
-# Those to which it is all the same in which order their rows lie; without their overload.
-ANY_ROW_ORDER = frozenset(
-    """aten.mm aten.addmm aten._softmax aten._softmax_backward_data aten._log_softmax aten._log_softmax_backward_data
-    aten.nll_loss_forward aten.nll_loss_backward aten.nll_loss2d_forward aten.nll_loss2d_backward
-    aten.embedding aten.embedding_dense_backward aten.native_layer_norm aten.native_layer_norm_backward
-    aten._fused_rms_norm aten._fused_rms_norm_backward""".split()
-)
 # Operators of one rank that only this package knows; executors emit them themselves.
 LOCAL = of_kind("rank", "layout")
 PEERS = of_kind("peer")  # between some of a group; written as they stand, started by nobody
@@ -81,77 +36,46 @@ COLLECTIVES = frozenset(f"colofunc.{name}" for name in of_kind("wire", "peer", "
 Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | None]
 
 
-def is_product(target: str) -> bool:
-    """Whether most of an operator's work is multiplying matrices; of torch's by name, of others as their definition
-    says.
-    """
+def facts_of(target: str) -> Facts:
+    """What is known of an operator: of torch's, of ours and of plugins'."""
     operator = OPERATORS.get(target)
-    return target.rpartition(".")[0] in PRODUCTS if operator is None else operator.product
+    return facts_of_torch(target) if operator is None else operator.facts
+
+
+def is_product(target: str) -> bool:
+    """Whether most of an operator's work is multiplying matrices."""
+    return facts_of(target).product
 
 
 def backward_of(target: str) -> tuple[str, ...]:
-    """The products that the gradients of a product are made by: torch's, where its definition names none."""
-    operator = OPERATORS.get(target)
-    named = () if operator is None else operator.backward_products
-    return named or ("aten.mm.default",)
-
-
-def as_products(target: str) -> tuple[str, ...]:
-    """How an operator reads as the product of a linear layer, "b i, o i, o -> b o": torch's in several ways; () for what is
-    none.
-    """
-    operator = OPERATORS.get(target)
-    if operator is None:
-        return AS_PRODUCTS.get(target, ())
-    return (operator.as_product,) if operator.as_product else ()
+    """The products that the gradients of a product are made by: torch's, where nothing else is known."""
+    return facts_of(target).backward_products or ("aten.mm.default",)
 
 
 def matrix_products() -> tuple[str, ...]:
     """The operators that read as the product of a linear layer."""
-    ours = [name for name, operator in OPERATORS.items() if operator.as_product]
-    return (*AS_PRODUCTS, *ours)
-
-
-def weight_operands(target: str) -> tuple[int, ...]:
-    """The positions, among the tensors that an operator is given, of those that are weights."""
-    operator = OPERATORS.get(target)
-    return WEIGHTS.get(target, ()) if operator is None else operator.weights
+    ours = [name for name, operator in OPERATORS.items() if operator.facts.as_products]
+    return (*torch_targets("as_products"), *ours)
 
 
 def reads_rows(target: str) -> bool:
     """Whether an operator reads few rows of its first operand."""
-    operator = OPERATORS.get(target)
-    return target in READ_ROWS if operator is None else operator.rows in ("read", "summed")
+    return facts_of(target).rows in ("read", "indexed", "summed")
 
 
 def sums_rows(target: str) -> bool:
     """Whether each row of an operator's result is a sum of rows of its first operand, at the indices of its second."""
-    operator = OPERATORS.get(target)
-    return operator is not None and operator.rows == "summed"
+    return facts_of(target).rows == "summed"
 
 
 def is_lookup(target: str) -> bool:
-    """Whether an operator looks rows of a table up, its first operand, by themselves or as bags that are summed.
-
-    Reading rows by index alone is none: torch does so with activations as well.
-    """
-    return target in LOOKUPS if OPERATORS.get(target) is None else reads_rows(target)
+    """Whether an operator looks rows of a table up, its first operand, by themselves or as bags that are summed."""
+    return facts_of(target).rows in ("read", "summed")
 
 
 def writes_rows(target: str) -> bool:
     """Whether an operator writes few rows of its result, those that it is given."""
-    operator = OPERATORS.get(target)
-    return target in WRITE_ROWS if operator is None else operator.rows == "written"
-
-
-def row_order(target: str) -> str:
-    """In which order the rows of an operator's operands may lie: "any", "dealt" (`ops.define`), or "" where the order
-    may matter to local code.
-    """
-    operator = OPERATORS.get(target)
-    if operator is not None:
-        return operator.row_order
-    return "any" if target.rpartition(".")[0] in ANY_ROW_ORDER else ""
+    return facts_of(target).rows == "written"
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:
@@ -172,12 +96,6 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     if base != name and (base in WIRE or base in COPIES):
         return base, True
     return None
-
-
-def draws_by_place(target: str) -> bool:
-    """Whether an operator draws random numbers by where its part lies in the global tensor."""
-    operator = OPERATORS.get(target)
-    return operator is not None and operator.draws_by_place
 
 
 def is_wire(node: Node) -> bool:
@@ -267,10 +185,9 @@ def makes_memory(target: str) -> bool:
     """Whether each result of an operator is memory of its own, whose elements lie apart: who reads it last may write
     over it.
     """
-    defined = OPERATORS.get(target.removesuffix("_start") if is_started(target) else target)
-    if defined is not None:
-        return defined.own_memory
-    return target in MAKERS or target == LOOP or is_pointwise(target)
+    if target == LOOP or is_pointwise(target):
+        return True
+    return facts_of(target.removesuffix("_start") if is_started(target) else target).own_memory
 
 
 def is_started(target: str) -> bool:

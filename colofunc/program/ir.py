@@ -243,7 +243,7 @@ class Program:
     # from which the executor chooses; None: the built-in ones
     kernels: Table | None = attrs.field(default=None, eq=False, repr=False)
     # what `computed_once` has computed
-    _facts: Facts = attrs.field(init=False, factory=lambda: Facts(), eq=False, repr=False)
+    _computed: Computed = attrs.field(init=False, factory=lambda: Computed(), eq=False, repr=False)
 
     def value(self, id: int) -> Value:
         """The value with an id. Raises KeyError where there is none."""
@@ -347,18 +347,18 @@ def made_in_order(inputs: Iterable[int], nodes: Iterable[Node], outputs: Iterabl
     return defined
 
 
-class Facts(dict[Any, Any]):
+class Computed(dict[Any, Any]):
     """Function -> its result for one program. A copy of the program, in another process too, computes its own."""
 
-    def __reduce__(self) -> tuple[type[Facts], tuple[()]]:
-        return Facts, ()
+    def __reduce__(self) -> tuple[type[Computed], tuple[()]]:
+        return Computed, ()
 
 
 def kept_with(program: Program, key: Hashable, make: Callable[[], Fact]) -> Fact:
     """What `make()` gave the first time, kept with the program under a key; it may not be changed."""
-    if key not in program._facts:
-        program._facts[key] = make()
-    found: Fact = program._facts[key]
+    if key not in program._computed:
+        program._computed[key] = make()
+    found: Fact = program._computed[key]
     return found
 
 

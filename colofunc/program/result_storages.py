@@ -16,14 +16,10 @@ import torch
 
 from colofunc import compat
 from colofunc.ops.targets import resolve
-from colofunc.program.facts import COPIES, kind_of, rearrange_steps, takes_device
+from colofunc.program.facts import COPIES, facts_of, kind_of, rearrange_steps, takes_device
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-# Losses that write every element's into the memory of the result before they reduce it: it keeps that size.
-_ROOMY = frozenset(
-    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
-)
 # Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
 Made = tuple[int, int, int, Meta]
 
@@ -159,7 +155,7 @@ def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...], dtyp
     if target == "aten.native_batch_norm.default" and args[5] is False:
         results = (results[0], *(x.new_empty(0) for x in results[1:]))  # only training has statistics to save
     made = _describe(results, operands)
-    if target in _ROOMY and made[0] is not None:
+    if facts_of(target).elementwise_first and made[0] is not None:
         shape, _, dtype = meta = made[0][3]
         if shape == ():
             numel = torch.broadcast_tensors(*operands[:2])[0].numel()

@@ -26,7 +26,7 @@ from colofunc.planner.sharding.constraints import Constraint
 from colofunc.planner.wishes.layout_equality import is_enumerated, lies_alike
 from colofunc.planner.wishes.propagation import Rules, follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
-from colofunc.program.facts import row_order
+from colofunc.program.facts import facts_of
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Atom, Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
@@ -169,7 +169,7 @@ def with_open_axes(
         return (strategy,)
     placement = _placement(rule, strategy)
     offers: dict[Strategy, None] = {strategy: None}  # in order, each once
-    if row_order(call.target):
+    if facts_of(call.target).row_order:
         for other in extra:
             offers.update(dict.fromkeys(_relaid(call, rule, other, strategy, placement, mesh)))
     local_code = any(word not in rule.sizes for _, word in strategy.axes)
@@ -301,7 +301,7 @@ def _relaid(
     for lies in placed:
         if lies is not None:
             there |= _all_axes(lies[factor] for factor in own.values() if factor in lies)
-    if row_order(call.target) == "dealt":
+    if facts_of(call.target).row_order == "dealt":
         guests = dict.fromkeys(guests, tuple(sorted(there - set(own), key=mesh.axis_names.index)))
     all_guests = tuple(axis for axes in guests.values() for axis in axes)
     if there - set(own) - set(all_guests):

@@ -17,7 +17,7 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.planner.wishes.factor_strategies import ways
-from colofunc.program.facts import AS_PRODUCTS, as_products
+from colofunc.program.facts import facts_of
 from colofunc.spec.layout import Layout, make_layout
 from colofunc.spec.rule import Call, Strategy
 
@@ -114,14 +114,14 @@ def forms(call: Call) -> Iterator[Form]:
     if len({type_.dtype for type_ in types if type_ is not None}) > 1:
         return  # one that casts as well
     shapes = [type_.shape for type_ in types if type_ is not None]
-    for text in as_products(call.target):
+    for text in facts_of(call.target).as_products:
         left, out = (side.strip() for side in text.split("->"))
         ins = tuple(word.strip() for word in left.split(","))[: len(call.ins)]
         matrices = list(zip((*ins, out), shapes, strict=True))
         if not all(_has_dims(word, shape) for word, shape in matrices):
             continue
         width = next(shape[word.split().index("i") - 2] for word, shape in matrices if "i" in word)
-        if call.target not in AS_PRODUCTS:
+        if not call.target.startswith("aten."):
             most_dims = max(len(shape) for shape in shapes)
             batch = frozenset(f"b{number}" for number in range(most_dims - 1))
             yield Form(ins, out, {"b": "b0", "i": "i", "o": "o"}, batch, width)

@@ -23,9 +23,9 @@ from colofunc.mesh import Mesh
 from colofunc.ops.experts_parts import EXPERTS
 from colofunc.ops.fp8 import MAXIMUM
 from colofunc.ops.int8_products import SIZE
+from colofunc.ops.torch_facts import BATCHED_PRODUCTS
 from colofunc.planner.wishes.products import Product, root, tables, weighted
 from colofunc.planner.wishes.propagation import Rules
-from colofunc.program.facts import BATCHED_PRODUCTS
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout
 
@@ -106,8 +106,7 @@ def product_pairs(
 
 
 def _take_next_stripes(lone: Sequence[int], walk: _Walk, stripes: dict[int, int], tried: dict[int, set[int]]) -> bool:
-    """Whether some lone column gets stripes that were not tried: the fewest that the operator where it ended may pass.
-    """
+    """Whether some lone column gets stripes that were not tried: the fewest that the operator where it ended may pass."""
     taken = False
     for index in lone:
         untried = walk.cuts.get(index, set()) - tried[index]

@@ -31,10 +31,10 @@ from colofunc.ops.fp8 import carried
 from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.ops.saved_activations import WIDEN
 from colofunc.ops.targets import keeps_order
+from colofunc.ops.torch_facts import BATCHED_PRODUCTS
 from colofunc.planner.wishes.products import leaf_of
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
-from colofunc.program.facts import BATCHED_PRODUCTS
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 
@@ -67,8 +67,7 @@ def rows(program: Program, ranks: int, name: str) -> list[Value]:
 
 
 def moments(program: Program) -> dict[int, int]:
-    """State leaf with dims -> the parameter of its shape whose name has most of the last parts in common with its own.
-    """
+    """State leaf with dims -> the parameter of its shape whose name has most of the last parts in common with its own."""
     weights = [program.values[id] for id in program.inputs if program.values[id].role == "param"]
     found = {}
     for id in program.inputs:
@@ -196,7 +195,12 @@ def experts(
                 if lies is not None:
                     leaves |= _leaves_of(program, rules, ref, lies)
             held = Wish(
-                node.path or "*", "", tuple(words), source=name, targets=(EXPERTS, EXPERTS_BACKWARD), phases=("forward", "backward")
+                node.path or "*",
+                "",
+                tuple(words),
+                source=name,
+                targets=(EXPERTS, EXPERTS_BACKWARD),
+                phases=("forward", "backward"),
             )
             wishes = [attrs.evolve(held, want=f"{{{a}: {word}}}") for a, word in words.items()]
             yield index, wishes, leaves

@@ -21,11 +21,11 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops.torch_facts import BATCHED_PRODUCTS
 from colofunc.planner.wishes.products import root
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.reading import origins, score_products, written_attention
 from colofunc.planner.wishes.wish import Wish
-from colofunc.program.facts import BATCHED_PRODUCTS
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
 from colofunc.spec.layout import Layout

@@ -25,7 +25,7 @@ from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
 from colofunc.ops.targets import argument_at, argument_names
-from colofunc.program.facts import draws_by_place, sides
+from colofunc.program.facts import facts_of, sides
 from colofunc.program.ir import map_refs
 from colofunc.spec.layout import Dim, Layout, make_layout
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
@@ -40,7 +40,7 @@ def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:
     own = _RULES.get(call.target)
     if own is not None:
         return own(call)
-    if draws_by_place(call.target) and _is_placed(call):
+    if facts_of(call.target).draws_by_place and _is_placed(call):
         return _placed(call, rule_of)
     return rule_of(call)
 

@@ -28,7 +28,7 @@ import torch
 
 from colofunc import compat
 from colofunc.ops.fp8 import carried
-from colofunc.program.facts import SECOND_FACTORS, weight_operands
+from colofunc.program.facts import facts_of
 from colofunc.program.ir import Node, Value
 from colofunc.program.tracing.meta import active_stacks
 from colofunc.program.tracing.tree import Tree
@@ -224,7 +224,7 @@ class Observed:
 
         found: set[str] = set()
         for node in self.nodes:
-            for place in weight_operands(node.target):
+            for place in facts_of(node.target).weights:
                 if place < len(node.refs):
                     found.add(leaf_behind(node.refs[place]))
         found |= self._second_factors(leaf_behind)
@@ -240,15 +240,16 @@ class Observed:
         first: set[str] = set()
         second: set[str] = set()
         for node in self.nodes:
-            place = SECOND_FACTORS.get(node.target)
-            if place is None:
+            factors = facts_of(node.target).factors
+            if factors is None:
                 continue
             # As far as rows and weight can be told apart, the first factor are rows and the second is a weight.
-            rows, matrix = node.refs[place - 1], leaf_behind(node.refs[place])
+            rows, matrix = node.refs[factors[0]], leaf_behind(node.refs[factors[1]])
             first.add(leaf_behind(rows))
             # Within one argument nothing is told apart: x @ x.T, queries @ keys, two factors of a weight.
             # A leaf may be a stack of matrices, or one matrix that is expanded to a batch of them.
-            is_matrix = bool(matrix) and 2 in (len(self.values[node.refs[place]].shape), len(self._shape(matrix)))
+            weight = node.refs[factors[1]]
+            is_matrix = bool(matrix) and 2 in (len(self.values[weight].shape), len(self._shape(matrix)))
             if is_matrix and behind[rows] - behind[self.ids[matrix]]:
                 second.add(matrix)
         return second - first
