@@ -100,6 +100,20 @@ def test_the_numbers_stay_without_any_pass_that_can_be_left_out(name: str, left_
         check(chain, state, batch, steps=2)
 
 
+def test_what_is_made_again_and_the_order_of_real_ranks_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of cards, as whose ranks plan: collectives are started early there."""
+    mesh = cf.Mesh(dp=2, topology="8xa100-80g")
+    step, state, batch = training()
+    gathered = {}
+    for without in ("", "-searches", "-order"):
+        monkeypatch.setenv("COLOFUNC_PASSES", without)
+        low = cf.checkpoint(cf.shard(step, mesh, zero(3, "dp")), policy="nothing").lower(state, batch)
+        assert without.removeprefix("-") not in low.passes.names
+        gathered[without] = [node.target for node in low.program.nodes if "all_gather" in node.target]
+    assert gathered[""] == ["colofunc.all_gather_start"] * 2  # backward gathers weights again
+    assert gathered["-searches"] == ["colofunc.all_gather_start"] and gathered["-order"] == ["colofunc.all_gather"] * 2
+
+
 def test_a_pass_of_a_plugin_and_a_hook_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plugin:
         @cf.hookimpl

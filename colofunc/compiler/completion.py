@@ -209,8 +209,9 @@ class Completion:
 
     def _written(self, lowered: Program, way: Rewrite) -> tuple[Program, Stages]:
         """One rank's program, written in one way."""
-        passes = Pass("alternatives", lambda program: way(program, self.mesh)), Pass("kernels", self.kernels)
-        return run_passes(map(self._checked, passes), lowered, keep=self.keeps)
+        alternatives = Pass("alternatives", lambda program: way(program, self.mesh), optional=False)
+        passes = alternatives, Pass("kernels", self.kernels)
+        return run_passes(map(self._checked, passes), lowered, self.left_out, self.keeps)
 
     def _checked(self, each: Pass) -> Pass:
         """A pass, and behind it a check that what it gives is a program."""

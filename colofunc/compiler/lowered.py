@@ -127,7 +127,7 @@ class Lowered:
         Raises PlanError where that ends in another program than this one (a bug).
         """
         passes = Passes(self.stages_of())
-        ran = attrs.evolve(passes["order"].program, kernels=self.program.kernels)
+        ran = attrs.evolve(passes.stages[-1].program, kernels=self.program.kernels)
         if program_hash(ran, self.mesh) != program_hash(self.program, self.mesh):
             raise PlanError(
                 "the passes of this step, run again, give another program than the one that runs; please report its "

@@ -28,11 +28,13 @@ from colofunc.plugins import name_of
 from colofunc.program.ir import Program
 from colofunc.program.text import text
 
-REWRITES = ("reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates", "squares", "one_call")
+REWRITES = (
+    "kernels", "searches", "reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates", "squares",
+    "one_call", "order",
+)  # fmt: skip
 """Passes of our own that can be left out: a program is right without them, only slower or larger."""
 OURS = frozenset((
-    *REWRITES, "trace", "simplify", "lift", "as_read", "lower", "alternatives", "kernels", "cut", "searches",
-    "stage_sums", "moves", "order",
+    *REWRITES, "trace", "simplify", "lift", "as_read", "lower", "alternatives", "cut", "stage_sums", "moves",
 ))  # fmt: skip
 """All passes of our own."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import attrs
@@ -46,7 +47,7 @@ from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Transform
 from colofunc.compiler.user_constraints import constraints_of_user, staying, wished_axes, without_places, without_tiers
 from colofunc.errors import PlanError
-from colofunc.executors.backend import as_run, held_in_order, ordered
+from colofunc.executors.backend import as_run, held, held_in_order, ordered
 from colofunc.executors.fused import as_executed
 from colofunc.mesh import Mesh
 from colofunc.planner.candidate import FinishedProgram
@@ -120,7 +121,7 @@ class Planning:
         if decided is None:
             decided = self._decided_by(plan)
         done = self._finished(completion, decided, plan)
-        last_passes = (*completion.last_passes(), Pass("order", completion.as_run, optional=False))
+        last_passes = (*completion.last_passes(), Pass("order", completion.as_run))
         _, last_stages = run_passes(last_passes, done.program, completion.left_out, keep=True)
         return (*done.stages, *last_stages)
 
@@ -258,6 +259,7 @@ def planning_of(
         room_bytes=budget_bytes,
         cuts_of=build.cuts_of,
     )
+    completion = _without(completion, step.left_out, staged.executor)
     return Planning(
         program=program,
         mesh=priced,
@@ -326,6 +328,22 @@ def can_be_left_out(build: Build) -> list[str]:
     """Names of the passes that a step is right without, if not the same."""
     ours = [each.name for hook in ("rewrite_global", "rewrite_local") for each in rewrites(hook, build)]
     return [*REWRITES, *sorted(build.registry.passes), *ours]
+
+
+def _without(completion: Completion, left_out: frozenset[str], executor: str | None) -> Completion:
+    """`completion` without the searches, so that nothing is made again, or without the order in which the executor
+    runs a program, so that it runs and is counted as it was written.
+    """
+    if "searches" in left_out:
+        completion = attrs.evolve(completion, searches=())
+    if "order" in left_out:
+        count = partial(held, mesh=completion.mesh, name=executor)
+        completion = attrs.evolve(completion, order=_as_it_is, before_moves=_as_it_is, as_run=_as_it_is, count=count)
+    return completion
+
+
+def _as_it_is(program: Program, ahead_bytes: float = inf) -> Program:
+    return program
 
 
 def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
