@@ -120,11 +120,11 @@ LASTING = ("parameters", "optimizer state", "gradients", "other")
 def _budgets(some: Narrow, without: Any) -> tuple[int, int]:
     """(bytes that are asked of a cell, and what the least possible may be).
 
-    By the peak before the update, in which there is nothing to make again.
+    By the peak before the update, in which there is nothing to make again. A loop over microbatches is not before it only.
     """
     memory, report = MEMORY[some.column], without.memory()
-    nodes = without.program.nodes
-    peak = max(held for held, node in zip(report.timeline["device"], nodes, strict=False) if node.phase != "update")
+    held = zip(report.timeline["device"], without.program.nodes, strict=False)
+    peak = max(held_bytes for held_bytes, node in held if node.phase != "update" or node.loop is not None)
     if some.share is not None:
         return int(peak * some.share), int(peak * some.share)
     at = report.timeline["device"].index(peak)

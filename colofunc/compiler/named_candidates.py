@@ -26,8 +26,11 @@ from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.plugins.registry import Registry
 
 MOST_NODES = 1000
-"""Of larger programs only what the search finds is finished: the others take seconds to plan, and gain less (GPT-2 of
-12 layers and width 256: 5 % on four A100s, nothing on gloo)."""
+"""Of larger programs that have to be made to fit only what the search finds is finished: every other takes seconds."""
+MOST_WITHOUT_LIMIT = 2000
+"""The same where nothing has to be made to fit (12 layers: named plans win up to 6 % on four A100s, nothing on gloo)."""
+ALIKE = 1e-6
+"""Of programs above `MOST_NODES` one of two named plans is finished whose estimates differ by at most this share."""
 WORTH_COUNTING = 1.35
 """A named plan is finished where the search's estimate of it is at most this many times that of what was found: the
 count was nowhere below 0.75 of what both estimates say (ten models on dp=2, tp=2 and dp=4 of gloo-cpu and A100s)."""
@@ -41,10 +44,13 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
     """
     program, mesh = sharder.program, sharder.completion.mesh
     open_axes = tuple(axis for axis in sharder.axes if axis not in sharder.named and mesh.axis_size(axis) > 1)
-    if not open_axes or len(program.nodes) > MOST_NODES:
+    is_large = len(program.nodes) > MOST_NODES
+    most_nodes = MOST_NODES if sharder.completion.gives_way else MOST_WITHOUT_LIMIT
+    if not open_axes or len(program.nodes) > most_nodes:
         return
     staged_axes = {axis for axis, _ in sharder.constraints.at.values()}
     found, without_wishes = sharder.assign(None), sharder.candidates.under_other_wishes(Memo())
+    estimates_s: list[float] = []
     for plans in _sets_of_plans(registry, open_axes):
         # A plan leaves little open: where what was found leads to under it, nothing is gained by leaving that again.
         candidates = sharder.candidates.under_other_wishes(Memo(like=found, restarts=0))
@@ -55,6 +61,9 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
             known = attrs.evolve(sharder, candidates=candidates, constraints=constraints).assign(None)
             if known.cost_s > found.cost_s * WORTH_COUNTING:
                 continue
+            if is_large and any(abs(known.cost_s - other_s) <= ALIKE * other_s for other_s in estimates_s):
+                continue
+            estimates_s.append(known.cost_s)
             # The plan has to say enough to be followed by itself, also where weights lie in stripes.
             plan = sharder.decide(None, sharder.among(found, known)).plan
             yield decided_by(plan, program, mesh, without_wishes, sharder.constraints)
@@ -63,9 +72,14 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
 
 
 def _sets_of_plans(registry: Registry, axes: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    """One plan for all axes, or two of different kinds, in the order of the table: for the first few and the others."""
-    for _, plan in _plans(registry, axes):
-        yield (plan,)
+    """One plan for all axes, on each axis by itself where it takes no more, or two of different kinds, in the order of
+    the table: for the first few and the others.
+    """
+    for make in registry.candidate_plans.values():
+        whole = make(axes)
+        plans = (whole,) if whole is not None else tuple(make((axis,)) for axis in axes)
+        if None not in plans:
+            yield plans
     for first in range(1, len(axes)):
         for before, behind in product(_plans(registry, axes[:first]), _plans(registry, axes[first:])):
             if before[0] < behind[0] and type(before[1]) is not type(behind[1]):

@@ -21,6 +21,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan_table import size_text
+from colofunc.planner.sharding.axis_starts import axis_by_axis
 from colofunc.planner.sharding.budget import Fit, at_price, fit_within
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraints, allowed, leaf_strategy
@@ -30,7 +31,7 @@ from colofunc.planner.sharding.flows import Conversions, ConvertS, copies_of, se
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, PairwiseModel, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
-from colofunc.planner.sharding.search import NORMAL, Effort, search_neighbours
+from colofunc.planner.sharding.search import NORMAL, Effort, lighter, search_neighbours
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
@@ -122,6 +123,7 @@ def assign(
     near: Callable[[Node | Value, Strategy], bool] | None = None,
     price_s: float = 0.0,
     kernel_s: KernelS | None = None,
+    axes: Sequence[str] = (),
 ) -> Assignment:
     """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where
     every byte at its peak costs so many seconds.
@@ -131,7 +133,7 @@ def assign(
     who counts better. `memo`: what earlier calls that differed in the budget only have found. Raises PlanError where a
     constraint leaves no strategy, OverBudget where the least peak found is above the budget. `fresh`: False searches
     from `starts` only. `few`: only among options that fit what is held, see `lean`. `near`: of what constraints offer,
-    what is looked at first.
+    what is looked at first. `axes`: those that are open, in the order in which one start decides them one by one.
     """
     convert = convert_s or free
     memo = memo or Memo()
@@ -139,7 +141,7 @@ def assign(
     if memo.fastest is None:
         memo.fastest = _fastest(
             program, mesh, candidates, constraints, convert, tied, starts, effort, fresh, few, near, kernel_s, restarts,
-            None if memo.like is None else memo.like.model.conversions,
+            None if memo.like is None else memo.like.model.conversions, axes,
         )  # fmt: skip
     found = memo.fastest
     if not price_s and (budget_bytes is None or found.peak_bytes <= budget_bytes):
@@ -194,6 +196,7 @@ def _fastest(
     kernel_s: KernelS | None,
     restarts: int,
     conversions: Conversions | None,
+    axes: Sequence[str],
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak. `conversions`: those that are known already."""
     ties = tie(program, constraints.key, enabled=tied)
@@ -219,9 +222,13 @@ def _fastest(
     # Where nothing is open there is nothing to search.
     if any(len(strategies) > 1 for strategies in options):
         begin = [_choice_of(start, ties, options) for start in starts]
+        apart = []
         if fresh:
             begin += _starts(program, ties, model)
-        choice = search_neighbours(model, begin, effort, fresh, restarts)
+        if fresh and len(axes) > 1:
+            light = attrs.evolve(lighter(effort), tries=1)
+            apart.append(axis_by_axis(model, axes, partial(_from_whole, effort=light)))
+        choice = search_neighbours(model, begin, effort, fresh, restarts, apart)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -316,6 +323,11 @@ def _choice_of(assignment: Assignment, ties: Ties, options: Sequence[tuple[Strat
                 break
         choice.append(chosen)
     return choice
+
+
+def _from_whole(model: PairwiseModel, effort: Effort) -> list[int]:
+    """Searched from nothing, and from where nothing is split."""
+    return search_neighbours(model, [[0] * len(model.options)], effort)
 
 
 def _starts(program: Program, ties: Ties, model: PairwiseModel) -> list[list[int]]:

@@ -203,6 +203,7 @@ class _Turns:
             near=near,
             price_s=price_s,
             kernel_s=self.kernel_s,
+            axes=some,
         )
 
 

@@ -47,6 +47,7 @@ class Effort:
     passes: int = 64
     sweeps: bool = True  # also try moves of single variables and whole flows under the true cost
     patience: int = 8  # passes without gain before a search ends
+    tries: int = TRIES  # how often the best of a search from nothing is polished
 
 
 NORMAL = Effort()
@@ -58,8 +59,11 @@ def search_neighbours(
     effort: Effort = NORMAL,
     fresh: bool = True,
     restarts: int = 0,
+    apart: Sequence[Sequence[int]] = (),
 ) -> list[int]:
     """The choice with the least true cost found. `fresh`: also search from nothing; without it only from `starts`.
+
+    `apart`: choices that are polished each by itself, beside the best of all others, which is then polished once.
 
     `restarts`: how often a search that is not fresh leaves the best of `starts` by another model and descends anew.
     """
@@ -82,8 +86,9 @@ def search_neighbours(
         return _restarted(model, best, effort, restarts)
     position = Position(model, best)  # where one try has been, another one knows its way
     ends = []
-    for number in progress.over("sharding searches", range(TRIES if fresh else 1)):
-        ends.append(polish(position, best, np.random.default_rng((SEED, number)), effort))
+    tries = [best, *map(list, apart)] if apart else [best] * (effort.tries if fresh else 1)
+    for number, begin in enumerate(progress.over("sharding searches", tries)):
+        ends.append(polish(position, begin, np.random.default_rng((SEED, number)), effort))
     return min(ends, key=model.true_cost)
 
 
