@@ -82,7 +82,7 @@ def test_a_search_has_as_many_options(plans: str, looked_at: list[int], monkeypa
     def searching(*args: Any, **kwargs: Any) -> Any:
         raise Counted
 
-    monkeypatch.setattr(assign, "search_neighbours", searching)
+    monkeypatch.setattr(assign, "search_ends", searching)
     counts = []
     for axes in MESHES:
         looked_at[:] = [0]

@@ -17,14 +17,14 @@ from colofunc.testing import models
 def model() -> PairwiseModel:
     """The cost model of a small language model's step on four ranks, where memory has a price."""
     found: list[PairwiseModel] = []
-    real = assign.search_neighbours
+    real = assign.search_ends
 
-    def noted(model: PairwiseModel, *args: Any) -> list[int]:
+    def noted(model: PairwiseModel, *args: Any) -> list[list[int]]:
         found.append(model)
         return real(model, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assign, "search_neighbours", noted)
+        patch.setattr(assign, "search_ends", noted)
         step, state = cf.train_step(
             cf.functional(models.Language()), cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out, _: out.sum(), inputs=lambda b: ((b,), {})
         )

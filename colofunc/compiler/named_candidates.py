@@ -37,7 +37,7 @@ count was nowhere below 0.75 of what both estimates say (ten models on dp=2, tp=
 
 
 def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]:
-    """Of every set of named plans for the open axes the cheapest sharding.
+    """Of every set of named plans for the open axes the cheapest sharding; first the second that the search has found.
 
     Those are left out that contradict what the user says, and those of which the plan, as text, cannot be followed
     without them.
@@ -51,6 +51,9 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
     staged_axes = {axis for axis, _ in sharder.constraints.at.values()}
     found, without_wishes = sharder.assign(None), sharder.candidates.under_other_wishes(Memo())
     estimates_s: list[float] = []
+    second = sharder.candidates.memo.second
+    if second is not None and second.cost_s <= found.cost_s * WORTH_COUNTING and not is_large:
+        yield sharder.decide(None, second)
     for plans in _sets_of_plans(registry, open_axes):
         # A plan leaves little open: where what was found leads to under it, nothing is gained by leaving that again.
         candidates = sharder.candidates.under_other_wishes(Memo(like=found, restarts=0))

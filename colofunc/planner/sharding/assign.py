@@ -31,7 +31,7 @@ from colofunc.planner.sharding.flows import Conversions, ConvertS, copies_of, se
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, PairwiseModel, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
-from colofunc.planner.sharding.search import NORMAL, Effort, lighter, search_neighbours
+from colofunc.planner.sharding.search import NORMAL, Effort, lighter, search_ends, search_neighbours
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
@@ -81,7 +81,8 @@ class OverBudget(PlanError):
 
 @attrs.define(eq=False)
 class Memo:
-    """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered.
+    """What does not depend on the budget: the fastest assignment, the `second` where axes decided one by one led to
+    another one than all else, models with their liveness by what is regathered.
 
     `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from
     nothing else; `restarts`: how often they leave it and descend anew. `around_fastest`: the same of the problem in
@@ -89,6 +90,7 @@ class Memo:
     """
 
     fastest: Assignment | None = None
+    second: Assignment | None = None
     like: Assignment | None = None
     restarts: int = RESTARTS
     models: dict[frozenset[int], tuple[PairwiseModel, Liveness]] = attrs.field(factory=dict)
@@ -139,7 +141,7 @@ def assign(
     memo = memo or Memo()
     restarts = 0 if memo.like is None else memo.restarts
     if memo.fastest is None:
-        memo.fastest = _fastest(
+        memo.fastest, memo.second = _fastest(
             program, mesh, candidates, constraints, convert, tied, starts, effort, fresh, few, near, kernel_s, restarts,
             None if memo.like is None else memo.like.model.conversions, axes,
         )  # fmt: skip
@@ -197,8 +199,8 @@ def _fastest(
     restarts: int,
     conversions: Conversions | None,
     axes: Sequence[str],
-) -> Assignment:
-    """The cheapest assignment found, whatever its peak. `conversions`: those that are known already."""
+) -> tuple[Assignment, Assignment | None]:
+    """The cheapest assignment found, whatever its peak, and the second, as `Memo` has them. `conversions`: those that are known already."""
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, members[0], candidates, constraints, near) for members in ties.members]
     options = reachable(program, ties, options)
@@ -218,22 +220,23 @@ def _fastest(
         sums=constraints.sums,
         kernel_s=kernel_s,
     )
-    choice = [0] * len(options)
+    ends, apart = [[0] * len(options)], list[list[int]]()
     # Where nothing is open there is nothing to search.
     if any(len(strategies) > 1 for strategies in options):
         begin = [_choice_of(start, ties, options) for start in starts]
-        apart = []
         if fresh:
             begin += _starts(program, ties, model)
         if fresh and len(axes) > 1:
             light = attrs.evolve(lighter(effort), tries=1)
             apart.append(axis_by_axis(model, axes, partial(_from_whole, effort=light)))
-        choice = search_neighbours(model, begin, effort, fresh, restarts, apart)
-    if model.true_cost(choice) >= BIG:
+        ends = search_ends(model, begin, effort, fresh, restarts, apart)
+    if model.true_cost(ends[0]) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
         )
-    return _assignment(program, model, ties, liveness(program, model, ties), always, choice)
+    assignment = partial(_assignment, program, model, ties, liveness(program, model, ties), always)
+    has_second = bool(apart) and len(ends) > 1 and ends[1] != ends[0] and model.true_cost(ends[1]) < BIG
+    return assignment(ends[0]), assignment(ends[1]) if has_second else None
 
 
 def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assignment | None:

@@ -59,17 +59,29 @@ def search_neighbours(
     effort: Effort = NORMAL,
     fresh: bool = True,
     restarts: int = 0,
-    apart: Sequence[Sequence[int]] = (),
 ) -> list[int]:
     """The choice with the least true cost found. `fresh`: also search from nothing; without it only from `starts`.
 
-    `apart`: choices that are polished each by itself, beside the best of all others, which is then polished once.
-
     `restarts`: how often a search that is not fresh leaves the best of `starts` by another model and descends anew.
+    """
+    return search_ends(model, starts, effort, fresh, restarts)[0]
+
+
+def search_ends(
+    model: PairwiseModel,
+    starts: Sequence[Sequence[int]] = (),
+    effort: Effort = NORMAL,
+    fresh: bool = True,
+    restarts: int = 0,
+    apart: Sequence[Sequence[int]] = (),
+) -> list[list[int]]:
+    """What `search_neighbours` finds, and behind it where else its tries ended, cheapest first.
+
+    `apart`: choices that are polished each by itself, beside the best of all others, which is then polished once.
     """
     exact = _exact(model, effort)
     if exact is not None:
-        return exact
+        return [exact]
     rng = np.random.default_rng(SEED)
     quick = _quick(effort)
     pool = [list(start) for start in starts]
@@ -83,13 +95,13 @@ def search_neighbours(
         pool.append(recover(improve(core, list(start), rng, quick)))
     best = min(pool, key=model.true_cost)
     if restarts:
-        return _restarted(model, best, effort, restarts)
+        return [_restarted(model, best, effort, restarts)]
     position = Position(model, best)  # where one try has been, another one knows its way
     ends = []
     tries = [best, *map(list, apart)] if apart else [best] * (effort.tries if fresh else 1)
     for number, begin in enumerate(progress.over("sharding searches", tries)):
         ends.append(polish(position, begin, np.random.default_rng((SEED, number)), effort))
-    return min(ends, key=model.true_cost)
+    return sorted(ends, key=model.true_cost)
 
 
 def _quick(effort: Effort) -> Effort:
