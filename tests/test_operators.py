@@ -151,7 +151,7 @@ def test_row_order_is_of_the_definition() -> None:
 
 @pytest.mark.parametrize("mode, ways", [
     ("2d", ["{dp: summa rows, tp: summa columns}"] * 3),
-    ("auto", ["{dp: o, tp: o}", "{dp: o, tp: o}", "{dp: i, tp: i}"]),
+    ("auto", ["{dp: o, tp: o}", "{dp: i, tp: i}", "{dp: o, tp: o}"]),
 ])  # fmt: skip
 def test_a_product_of_ones_own_is_split_as_a_linear_layer(mode: str, ways: list[str]) -> None:
     """Plans with patterns of their own for products use them, and the numbers are one device's."""
