@@ -52,7 +52,7 @@ def named_shardings(sharder: Sharder, registry: Registry) -> Iterator[Decisions]
     found, without_wishes = sharder.assign(None), sharder.candidates.under_other_wishes(Memo())
     estimates_s: list[float] = []
     second = sharder.candidates.memo.second
-    if second is not None and second.cost_s <= found.cost_s * WORTH_COUNTING and not is_large:
+    if second is not None and second.cost_s <= found.cost_s * WORTH_COUNTING:
         yield sharder.decide(None, second)
     for plans in _sets_of_plans(registry, open_axes):
         # A plan leaves little open: where what was found leads to under it, nothing is gained by leaving that again.

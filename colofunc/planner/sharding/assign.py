@@ -94,7 +94,7 @@ class Memo:
     like: Assignment | None = None
     restarts: int = RESTARTS
     models: dict[frozenset[int], tuple[PairwiseModel, Liveness]] = attrs.field(factory=dict)
-    fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
+    fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # `second`, and choices that met some budget
     # (`fits` before, a search that met none)
     misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)
     around_fastest: Memo | None = None
@@ -152,6 +152,7 @@ def assign(
     dear: list[Assignment] = []
     always = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is True)
     never = frozenset(program.inputs[k] for k, said in constraints.regather.items() if said is False)
+    second = [] if memo.second is None else [list(memo.second.choice)]
     for ids in dict.fromkeys((always, (_parameters(program) | always) - never)):
         regather = copies_of(program, ids)
         if regather not in memo.models:
@@ -162,11 +163,11 @@ def assign(
             memo.models[regather] = again, liveness(program, again, found.ties)
         again, alive = memo.models[regather]
         make = partial(_assignment, program, again, found.ties, alive, regather)
+        before = memo.fits.setdefault(regather, [*second])
         if price_s or budget_bytes is None:
-            known = [*memo.fits.get(regather, ()), *(list(one.choice) for one in dear)]
+            known = [*before, *(list(one.choice) for one in dear)]
             dear.append(make(at_price(again, alive, found.choice, price_s, effort, known, restarts)))
             continue
-        before = memo.fits.setdefault(regather, [])
         result = memo.missed(regather, budget_bytes) or fit_within(
             again, alive, found.choice, budget_bytes, effort, before
         )

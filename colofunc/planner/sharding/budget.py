@@ -67,14 +67,18 @@ def fit_within(
     effort: Effort,
     before: Sequence[Sequence[int]] = (),
 ) -> Fit:
-    """The fastest choice found whose peak is within the budget. `before`: choices that met other budgets."""
+    """The fastest choice found whose peak is within the budget. `before`: others that are known, such as those that met
+    other budgets.
+    """
     peak = live.peak(start)
     charge = _Charge.of(peak)
     light = lighter(effort)
     best: tuple[float, list[int]] | None = None
     least: tuple[int, Mapping[str, int], list[int]] = (peak.nbytes, peak.by_role, list(start))
-    if least[0] <= budget_bytes:
-        best = (model.true_cost(start), list(start))
+    for known in (start, *before):
+        cost_s = model.true_cost(known)
+        if (best is None or cost_s < best[0]) and live.peak(known).nbytes <= budget_bytes:
+            best = (cost_s, list(known))
     choice = list(start)
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)

@@ -75,9 +75,9 @@ def search_ends(
     restarts: int = 0,
     apart: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """What `search_neighbours` finds, and behind it where else its tries ended, cheapest first.
+    """What `search_neighbours` finds, and behind it the best that was found from other starts, cheapest first.
 
-    `apart`: choices that are polished each by itself, beside the best of all others, which is then polished once.
+    `apart`: choices that are polished each by itself, beside the best of all others, which is then polished once less.
     """
     exact = _exact(model, effort)
     if exact is not None:
@@ -97,11 +97,13 @@ def search_ends(
     if restarts:
         return [_restarted(model, best, effort, restarts)]
     position = Position(model, best)  # where one try has been, another one knows its way
+    tries = max(1, effort.tries - len(apart)) if fresh else 1
+    begins = [best] * tries + [list(start) for start in apart]
     ends = []
-    tries = [best, *map(list, apart)] if apart else [best] * (effort.tries if fresh else 1)
-    for number, begin in enumerate(progress.over("sharding searches", tries)):
+    for number, begin in enumerate(progress.over("sharding searches", begins)):
         ends.append(polish(position, begin, np.random.default_rng((SEED, number)), effort))
-    return sorted(ends, key=model.true_cost)
+    of_each_start = [min(ends[:tries], key=model.true_cost), *ends[tries:]]
+    return sorted(of_each_start, key=model.true_cost)
 
 
 def _quick(effort: Effort) -> Effort:
