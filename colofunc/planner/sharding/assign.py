@@ -94,7 +94,9 @@ class Memo:
     like: Assignment | None = None
     restarts: int = RESTARTS
     models: dict[frozenset[int], tuple[PairwiseModel, Liveness]] = attrs.field(factory=dict)
-    fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # `second`, and choices that met some budget
+    fits: dict[frozenset[int], list[list[int]]] = attrs.field(
+        factory=dict
+    )  # `second`, and choices that met some budget
     # (`fits` before, a search that met none)
     misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)
     around_fastest: Memo | None = None
@@ -201,7 +203,9 @@ def _fastest(
     conversions: Conversions | None,
     axes: Sequence[str],
 ) -> tuple[Assignment, Assignment | None]:
-    """The cheapest assignment found, whatever its peak, and the second, as `Memo` has them. `conversions`: those that are known already."""
+    """The cheapest assignment found, whatever its peak, and the second, as `Memo` has them. `conversions`: those that are
+    known already.
+    """
     ties = tie(program, constraints.key, enabled=tied)
     options = [_options(program, members[0], candidates, constraints, near) for members in ties.members]
     options = reachable(program, ties, options)

@@ -31,7 +31,8 @@ EVEN = 0.5
 SEED = 0
 """Of the random cuts of every search: all ranks find the same."""
 TRIES = 3
-"""The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
+"""The best of them is polished this many times, each time around other cuts: where that ends depends on them. Once less
+beside each start that is polished by itself."""
 
 
 ROUNDING = 1e-12
@@ -77,7 +78,7 @@ def search_ends(
 ) -> list[list[int]]:
     """What `search_neighbours` finds, and behind it the best that was found from other starts, cheapest first.
 
-    `apart`: choices that are polished each by itself, beside the best of all others, which is then polished once less.
+    `apart`: choices that are polished each by itself, beside the best of all others.
     """
     exact = _exact(model, effort)
     if exact is not None:
