@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from colofunc_plugins import tensor
 
 import colofunc as cf
-from colofunc.program.facts import backward_of, facts_of, is_lookup, sums_rows
+from colofunc.program.facts import backward_of, facts_of, is_lookup, reads_rows, sums_rows
 from colofunc.program.tracing.trace import trace
 from colofunc.program.work_kinds import work_kind
 from colofunc.testing import check, check_strategies, sample
@@ -144,6 +144,17 @@ def test_row_order_is_of_the_definition() -> None:
     assert [facts_of(op.name).row_order for op in (projection, dense)] == ["any", ""]
     assert [facts_of(f"aten.{name}.default").row_order for name in ("_softmax_backward_data", "cumsum")] == ["any", ""]
     assert [facts_of(f"colofunc.{name}").row_order for name in ("experts_backward", "attention")] == ["dealt", ""]
+
+
+def test_reading_rows_of_what_may_be_an_activation_is_no_lookup() -> None:
+    @cf.operator("opstest.taken", rule="[v] d, n -> n d", linear=[{0}], rows="indexed", work="gather")
+    def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x[index]
+
+    assert reads_rows(taken.name) and not is_lookup(taken.name) and not sums_rows(taken.name)
+    x, index = randn(6, 4), torch.tensor([5, 0, 3, 3])
+    step = cf.shard(taken, MESH, in_specs=("v (tp d)", "(dp n)"))
+    torch.testing.assert_close(step(x, index).full(), x[index])
 
 
 # ---- as a product of matrices ----
