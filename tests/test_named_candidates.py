@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import random_cases
 import torch
 from colofunc_plugins import tensor, zero
 from torch import nn
@@ -159,3 +160,8 @@ def test_a_plan_with_stripes_is_followed_by_itself(tmp_path: Any, monkeypatch: p
         placed, metrics = sharded(placed, each)
         state, expected = step(state, each)
         torch.testing.assert_close(metrics["loss"].full(), expected["loss"], rtol=1e-4, atol=1e-6)
+
+
+def test_within_a_little_more_than_it_holds_a_step_is_planned_though_the_search_alone_holds_more() -> None:
+    """Of this drawn program a sharding that was only counted holds least, which the search within a budget does not see."""
+    random_cases.draw(14224).check()

@@ -81,15 +81,19 @@ def plan_for_budget(
         return _soonest(completion, fitting)
     search = BudgetSearch(sharder, parts, SHARDINGS_FOR_LESS + parts.bit_length() - 1)
     fastest, leanest = search.run(budget_bytes)
-    if fastest is None:
-        return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
-    done = completion.finish_best(fastest.decided, budget_bytes, fastest.done)
-    fitting = [(fastest.decided, done)]
+    fitting = []
+    if fastest is not None:
+        fitting.append((fastest.decided, completion.finish_best(fastest.decided, budget_bytes, fastest.done)))
     for decided in named:
+        # Where nothing else fits, what fits as it is does: without a budget it may have been the plan.
+        if not fitting and not completion.finish(decided, None).fits(budget_bytes):
+            continue
         if _may_be_sooner(completion, decided, budget_bytes, fitting):
             done = completion.finish_best(decided, budget_bytes)
             if done.fits(budget_bytes):
                 fitting.append((decided, done))
+    if not fitting:
+        return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
     return _soonest(completion, fitting)
 
 
