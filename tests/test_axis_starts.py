@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from searched_model import searched_model
 from test_named_candidates import training
 
 import colofunc as cf
@@ -24,19 +25,8 @@ def placed(strategy: Strategy) -> set[str]:
 @pytest.fixture(scope="module")
 def model() -> PairwiseModel:
     """The cost model of two layers of attention on dp=2, tp=2."""
-    found: list[PairwiseModel] = []
-    real = assign.search_ends
-
-    def noted(model: PairwiseModel, *args: Any) -> list[list[int]]:
-        found.append(model)
-        return real(model, *args)
-
     step, *args = training("attention")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assign, "search_ends", noted)
-        patch.setenv("COLOFUNC_CACHE", "off")
-        cf.shard(step, cf.Mesh(dp=2, tp=2)).lower(*args)
-    return found[0]
+    return searched_model(lambda: cf.shard(step, cf.Mesh(dp=2, tp=2)).lower(*args))
 
 
 @pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])

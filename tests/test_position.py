@@ -1,13 +1,11 @@
 """A choice from which moves are tried: what is known of it is what the cost model says anew."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from searched_model import searched_model
 
 import colofunc as cf
-from colofunc.planner.sharding import assign
 from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.planner.sharding.search import Position, _sweep
 from colofunc.testing import models
@@ -16,22 +14,14 @@ from colofunc.testing import models
 @pytest.fixture(scope="module")
 def model() -> PairwiseModel:
     """The cost model of a small language model's step on four ranks, where memory has a price."""
-    found: list[PairwiseModel] = []
-    real = assign.search_ends
-
-    def noted(model: PairwiseModel, *args: Any) -> list[list[int]]:
-        found.append(model)
-        return real(model, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assign, "search_ends", noted)
-        step, state = cf.train_step(
-            cf.functional(models.Language()), cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out, _: out.sum(), inputs=lambda b: ((b,), {})
-        )
-        cf.shard(step, cf.Mesh(dp=2, tp=2, topology="ideal")).lower(state, torch.zeros(4, 8, dtype=torch.int64))
+    step, state = cf.train_step(
+        cf.functional(models.Language()), cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out, _: out.sum(), inputs=lambda b: ((b,), {})
+    )
+    sharded = cf.shard(step, cf.Mesh(dp=2, tp=2, topology="ideal"))
+    found = searched_model(lambda: sharded.lower(state, torch.zeros(4, 8, dtype=torch.int64)))
     rng = np.random.default_rng(0)
-    extra = [rng.random(len(options)) * 1e-6 for options in found[0].options]
-    return found[0].priced(rng.random(len(found[0].flows)) * 1e-9, extra)
+    extra = [rng.random(len(options)) * 1e-6 for options in found.options]
+    return found.priced(rng.random(len(found.flows)) * 1e-9, extra)
 
 
 def drawn(model: PairwiseModel, rng: np.random.Generator) -> dict[int, int]:

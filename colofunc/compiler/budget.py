@@ -85,9 +85,6 @@ def plan_for_budget(
     if fastest is not None:
         fitting.append((fastest.decided, completion.finish_best(fastest.decided, budget_bytes, fastest.done)))
     for decided in named:
-        # Where nothing else fits, what fits as it is does: without a budget it may have been the plan.
-        if not fitting and not completion.finish(decided, None).fits(budget_bytes):
-            continue
         if _may_be_sooner(completion, decided, budget_bytes, fitting):
             done = completion.finish_best(decided, budget_bytes)
             if done.fits(budget_bytes):
@@ -120,10 +117,11 @@ def _may_be_sooner(
 ) -> bool:
     """Whether a sharding may end sooner within the budget than those that fit: it does without one.
 
-    Of programs that are not small it has to fit as it is: what makes it fit is searched for as long as for a plan.
+    Of programs that are not small it has to fit as it is, for what makes it fit is searched for as long as for a plan; so
+    it has where nothing fits, where it may be what is planned without a budget.
     """
     free = completion.finish(decided, None)
-    if not free.fits(budget_bytes) and len(completion.program.nodes) > MEDIUM:
+    if not free.fits(budget_bytes) and (not fitting or len(completion.program.nodes) > MEDIUM):
         return False
     return all(completion.end_s(free) < completion.end_s(done) for _, done in fitting)
 
