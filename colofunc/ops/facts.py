@@ -22,7 +22,7 @@ WORK = tuple(kind for kind in curves.KINDS if kind not in ("product", "update"))
 
 
 def _one_of(words: tuple[str, ...]) -> str:
-    """Raises ValueError for what is neither empty nor one of the words."""
+    """A field that is empty or one of the words; anything else is a ValueError."""
 
     def check(facts: object, field: attrs.Attribute[str], word: str) -> None:
         if word and word not in words:

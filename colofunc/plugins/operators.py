@@ -164,18 +164,7 @@ def operator(
                 f"cf.operator {name!r}: as_product={as_product!r} is its rule. Try: without rule, reduce and linear"
             )
     mults = mults or bool(as_product)
-    _check_backward_products(name, backward_products, mults)
-    try:
-        facts = Facts(
-            product=mults,
-            backward_products=tuple(backward_products),
-            as_products=(as_product,) if as_product else (),
-            rows=rows,
-            row_order=row_order or ("any" if as_product else ""),
-            work=work,
-        )
-    except ValueError as error:
-        raise PluginError(f"cf.operator {name!r}: {error}") from None
+    facts = _facts(name, mults, backward_products, as_product, rows, row_order, work)
 
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
@@ -382,6 +371,24 @@ def _check_rows(name: str, schema: str, rows: str) -> None:
             f"cf.operator {name!r}: rows={rows!r} is of a table and its indices, the tensors are {kinds}. "
             "Try: (table: Tensor, index: Tensor, ...)"
         )
+
+
+def _facts(
+    name: str, mults: bool, backward_products: Sequence[str], as_product: str, rows: str, row_order: str, work: str
+) -> Facts:
+    """What is said of an operator, but for its weights. Raises PluginError for words that are none of those."""
+    _check_backward_products(name, backward_products, mults)
+    try:
+        return Facts(
+            product=mults,
+            backward_products=tuple(backward_products),
+            as_products=(as_product,) if as_product else (),
+            rows=rows,
+            row_order=row_order or ("any" if as_product else ""),
+            work=work,
+        )
+    except ValueError as error:
+        raise PluginError(f"cf.operator {name!r}: {error}") from None
 
 
 def _check_backward_products(name: str, backward_products: Sequence[str], mults: bool) -> None:
