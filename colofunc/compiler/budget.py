@@ -84,6 +84,8 @@ def plan_for_budget(
     fitting = []
     if fastest is not None:
         fitting.append((fastest.decided, completion.finish_best(fastest.decided, budget_bytes, fastest.done)))
+    elif search.lower_bounds().above(budget_bytes):
+        named = ()
     for decided in named:
         if _may_be_sooner(completion, decided, budget_bytes, fitting):
             done = completion.finish_best(decided, budget_bytes)
