@@ -23,7 +23,7 @@ from colofunc.planner.sharding.kernel_seconds import KernelSeconds
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
-from colofunc.program.lower import Choice, call_of
+from colofunc.program.lower import Choice, call_in
 from colofunc.spec.conversions.pattern import pattern_s
 from colofunc.spec.layout import Layout, is_major, make_layout, replicated
 from colofunc.spec.rule import Call, Rule, Strategy
@@ -98,7 +98,7 @@ class Candidates:
         if isinstance(item, Value):
             kind = item.shape, item.id in self.program.constants
         else:
-            kind, _ = call_of(item, self.program.values)
+            kind, _ = call_in(self.program, item)
         key = (kind, axes, None if fixed is None else (fixed.ins, fixed.outs))
         strategies = self._seen.get(key)
         if strategies is None:
@@ -158,7 +158,7 @@ class Candidates:
 
         The layouts of their results are added to `layouts`.
         """
-        call, ids = call_of(node, self.program.values)
+        call, ids = call_in(self.program, node)
         if self.rule(call) is None or not any(id_ in layouts for id_ in ids):
             return
         strategies: dict[Strategy, None] = {}
@@ -202,7 +202,7 @@ class Candidates:
         if isinstance(item, Value):
             fixed_layout = None if fixed is None else fixed.outs[0]
             return [leaf_strategy(layout) for layout in enumerate_layouts(item.shape, self.mesh, free, fixed_layout)]
-        call, _ = call_of(item, self.program.values)
+        call, _ = call_in(self.program, item)
         rule, axes = self.rule(call), free
         only: Only = ()
         if fixed is not None:
@@ -278,7 +278,7 @@ def _as_operands_lie(candidates: Candidates, node: Node, lies: Mapping[int, Layo
     """The strategy that takes the first operand that it can as it lies; None where there is none."""
     if not any(ref in lies for ref in node.refs):
         return None
-    call, ids = call_of(node, candidates.program.values)
+    call, ids = call_in(candidates.program, node)
     for operand, id_ in enumerate(ids):
         if id_ in lies:
             strategy = candidates.following(call, operand, lies[id_])

@@ -39,7 +39,7 @@ from colofunc.planner.sharding.flows import copies_of
 from colofunc.plugins import Registry
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.ir import Program
-from colofunc.program.lower import Choice, call_of
+from colofunc.program.lower import Choice, call_in
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 from colofunc.spec.spec import bind, names_of
@@ -262,7 +262,7 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
     found: dict[Any, Strategy] = {}
     choices = []
     for node, key in zip(program.nodes, node_keys(program), strict=True):
-        call, _ = call_of(node, program.values)
+        call, _ = call_in(program, node)
         decision = of_key.get(key)
         if decision is None:
             raise PlanError(f"the plan says nothing of {key}")

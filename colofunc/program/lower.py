@@ -19,7 +19,7 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs, rewritten
+from colofunc.program.ir import Node, Program, Ref, Value, computed_once, map_refs, rewritten
 from colofunc.program.placing import Placing, is_free_view, is_sent_as_source, placed_everywhere
 from colofunc.spec.conversions.conversion import conversion, conversion_s
 from colofunc.spec.layout import At, Layout, covers
@@ -52,6 +52,29 @@ def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, .
     ins = tuple(TensorType(values[id].shape, values[id].dtype) for id in ids)
     outs = tuple(None if out is None else TensorType(values[out].shape, values[out].dtype) for out in node.outs)
     return Call(node.target, args, kwargs, ins, outs), tuple(ids)
+
+
+def call_in(program: Program, node: Node) -> tuple[Call, tuple[int, ...]]:
+    """`call_of` a node of a program; equal calls are one object, and each is made once however often it is asked for."""
+    calls = _calls(program)
+    known = calls.of_node.get(id(node))
+    if known is None or known[0] is not node:
+        call, ids = call_of(node, program.values)
+        known = calls.of_node[id(node)] = node, calls.same.setdefault(call, call), ids
+    return known[1], known[2]
+
+
+@attrs.frozen(eq=False)
+class _Calls:
+    """Calls of a program's nodes: by the node's id, with the node itself, and each as the first that equals it."""
+
+    of_node: dict[int, tuple[Node, Call, tuple[int, ...]]] = attrs.field(factory=dict)
+    same: dict[Call, Call] = attrs.field(factory=dict)
+
+
+@computed_once
+def _calls(program: Program) -> _Calls:
+    return _Calls()
 
 
 class Builder:
@@ -168,7 +191,7 @@ class Builder:
         """A node under the strategy that was chosen. at: the place that was found for it, and where its operands are
         wanted. called: what `call_of` says of it, where it was asked.
         """
-        call, ids = called or call_of(node, self.program.values)
+        call, ids = called or call_in(self.program, node)
         strategy = choice.strategy
         for id in ids:
             self._look_again(id, at)

@@ -19,7 +19,7 @@ Padding: the atoms of a dim may multiply to more than the dim's global size; the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from string import ascii_lowercase
 
@@ -77,19 +77,20 @@ class Layout:
     at: At | None = None  # where it exists
     local_shape: tuple[int, ...] = attrs.field(init=False, default=())  # shape of one rank's part
 
-    # Layouts are interned by `make_layout`, so identity is equality and hashing is free.
+    # Layouts are interned by `make_layout`, so identity is equality and hashing is free; and what is asked of one is
+    # worked out once.
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Global shape with padding: what the atoms multiply to."""
         return tuple(_size(dim) for dim in self.dims)
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         """Whether some dim is filled up so that it divides."""
         return self.padded_shape != self.shape
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that split this tensor (not the pending ones), in order of appearance."""
         axes: list[str] = []
@@ -97,12 +98,12 @@ class Layout:
             axes += axes_of(dim)
         return tuple(axes)
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole value."""
         return not self.axes and not self.pending and self.at is None
 
-    @property
+    @cached_property
     def local_numel(self) -> int:
         """Elements that one rank holds."""
         return prod(self.local_shape)
@@ -218,6 +219,7 @@ def at_text(at: At) -> str:
     return f"@{at[0]}={','.join(map(str, at[1]))}"
 
 
+@lru_cache(maxsize=1 << 16)
 def is_major(layout: Layout) -> bool:
     """Whether in every dim all mesh axes stand before the local factor, without padding: `(dp tp b)`, not `(b dp)`."""
     if layout.is_padded:

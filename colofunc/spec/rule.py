@@ -46,7 +46,7 @@ class TensorType:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Call:
     """One operator call without its program. Tensor operand k is `Ref(k)` inside args and kwargs."""
 

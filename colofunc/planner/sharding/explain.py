@@ -21,7 +21,7 @@ from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints,
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.flows import Flow, settled_layout
 from colofunc.program.ir import Node, Program
-from colofunc.program.lower import call_of
+from colofunc.program.lower import call_in
 from colofunc.program.passes.simplify_known import mask_of
 from colofunc.program.text import target_text
 from colofunc.spec.conversions.conversion import conversion
@@ -364,7 +364,7 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf =
         if decision is None:
             continue
         says = f"the plan's {decision.strategy} for {key}"
-        call, _ = call_of(node, program.values)
+        call, _ = call_in(program, node)
         like = (decision.keys[0], call)  # identical layers ask the same
         if like not in offered:
             offered[like] = strategies_in(decision, call, rule_of(node), mesh)

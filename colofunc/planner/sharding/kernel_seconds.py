@@ -27,7 +27,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Table, bound, choose, signature
 from colofunc.ops.targets import argument_at
 from colofunc.program.ir import Node, Program, Ref
-from colofunc.program.lower import call_of
+from colofunc.program.lower import call_in
 from colofunc.program.passes.kernels import capability_on, rates_of
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule, Strategy
@@ -52,7 +52,7 @@ class KernelSeconds:
         capability = capability_on(self.mesh.topology)
         if not candidates or capability is None:
             return None
-        call, _ = call_of(node, self.program.values)
+        call, _ = call_in(self.program, node)
         key = (call, strategy.ins, strategy.axes, strategy.cost)
         if key not in self._known:
             self._known[key] = self._seconds(call, self.rule_of(node), strategy, candidates, capability)

@@ -92,7 +92,7 @@ def constraints_along(
 
 
 def _enumerated(strategy: Strategy, mesh: Mesh) -> bool:
-    return all(layout is None or is_enumerated(layout, mesh) for layout in (*strategy.ins, *strategy.outs))
+    return all(layout is None or is_enumerated(layout, mesh.axis_names) for layout in (*strategy.ins, *strategy.outs))
 
 
 def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:

@@ -10,12 +10,13 @@ of the wish's axes, and into how many parts stands what is before each.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
-from colofunc.mesh import Mesh
 from colofunc.spec.layout import Dim, Layout, axes_of, is_major
 
 
+@lru_cache(maxsize=1 << 16)
 def orders(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[object, ...]]:
     """Per dim the order of `axes` among its factors, and what is pending over them."""
     dims = []
@@ -25,12 +26,13 @@ def orders(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...]
     return tuple(dims), tuple(pending)
 
 
-def is_enumerated(layout: Layout, mesh: Mesh) -> bool:
+@lru_cache(maxsize=1 << 16)
+def is_enumerated(layout: Layout, axis_names: tuple[str, ...]) -> bool:
     """Whether enumeration has it: axes are major, and in the mesh's order."""
     if not is_major(layout):
         return False
     for dim in layout.dims:
-        positions = [mesh.axis_names.index(axis) for axis in axes_of(dim)]
+        positions = [axis_names.index(axis) for axis in axes_of(dim)]
         if positions != sorted(positions):
             return False
     return True

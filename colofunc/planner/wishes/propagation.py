@@ -24,7 +24,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.targets import is_view
 from colofunc.plugins import Registry, build_registry
 from colofunc.program.ir import Node, Program
-from colofunc.program.lower import call_of
+from colofunc.program.lower import call_in
 from colofunc.spec.layout import Dim, Layout
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.spec import Spec, bind
@@ -212,7 +212,7 @@ class Rules:
 
     def call(self, node: Node) -> Call:
         """The node without its program: what rules and strategies see of it."""
-        return call_of(node, self.program.values)[0]
+        return call_in(self.program, node)[0]
 
     def rule(self, node: Node) -> Rule | None:
         """The einops rule of an operator call, checked; None: it has none."""
@@ -242,7 +242,7 @@ class Rules:
 
         `opened`: also strategies with local code of their own, such as softmax over a split dim.
         """
-        call, ids = call_of(node, self.program.values)
+        call, ids = call_in(self.program, node)
         have = tuple(lies.get(i) for i in ids)
         key = (call, have, opened)
         if key not in self._taken:
@@ -261,12 +261,12 @@ class Rules:
 
     def nearest(self, node: Node, options: Sequence[Strategy], lies: Mapping[int, Layout]) -> Strategy:
         """Of several strategies the one that takes most operands as they lie."""
-        ids = call_of(node, self.program.values)[1]
+        ids = call_in(self.program, node)[1]
         return max(options, key=lambda s: sum(lies.get(i) is want for i, want in zip(ids, s.ins, strict=True)))
 
     def crossed(self, node: Node, lies: Mapping[int, Layout]) -> dict[int, Layout]:
         """Results of a node whose factors lie as they do in the operands (also those that its rule wants whole)."""
-        call, ids = call_of(node, self.program.values)
+        call, ids = call_in(self.program, node)
         rule = self.rule(node)
         if rule is None:
             return {}
@@ -307,7 +307,7 @@ class Rules:
         if rule is None or rule.sizes.get(factor, 0) % (n * stripes) or factor not in usable(rule):
             return None
         atoms = ((stripes, None), (n, axis), (rule.sizes[factor] // n // stripes, None))
-        return build(call_of(node, self.program.values)[0], rule, {factor: tuple(a for a in atoms if a[0] > 1)})
+        return build(call_in(self.program, node)[0], rule, {factor: tuple(a for a in atoms if a[0] > 1)})
 
     def cuts(self, node: Node, value: int, layout: Layout) -> tuple[int, ...]:
         """Numbers of stripes with which the split dim of an operand keeps clear of the factors that its rule cuts it

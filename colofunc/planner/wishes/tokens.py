@@ -27,7 +27,7 @@ from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.reading import origins, score_products, written_attention
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
-from colofunc.program.lower import call_of
+from colofunc.program.lower import call_in
 from colofunc.spec.layout import Layout
 from colofunc.spec.rules.attention_call import AttentionCall
 from colofunc.spec.spec import Spec
@@ -185,7 +185,7 @@ def attention(program: Program, name: str, written: bool = False, instead: str =
             + (f"; where a model has none, {instead}" if scores and instead else ""),
             about="attention",
         )
-    return [AttentionCall(call_of(node, program.values)[0]) for node in nodes]
+    return [AttentionCall(call_in(program, node)[0]) for node in nodes]
 
 
 def wishes(

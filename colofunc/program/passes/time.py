@@ -33,7 +33,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.targets import is_view
 from colofunc.program.facts import COLLECTIVES, kind_of
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.lower import Builder, Choice, RecordLocal, call_of
+from colofunc.program.lower import Builder, Choice, RecordLocal, call_in
 from colofunc.program.passes.time_rules import index_of_rows, rows_rule, time_rule, with_time
 from colofunc.program.places import made_at
 from colofunc.spec.layout import At, Layout, make_layout, replicated
@@ -209,7 +209,7 @@ class _Build(Builder):
         node = self.makers.get(old)
         if node is None or kind_of(node) is not None or len(node.outs) != 1:
             return None
-        call, ids = call_of(node, self.program.values)
+        call, ids = call_in(self.program, node)
         rule = self.rule_at(call, ids)
         if rule is None or rule.flops is not None or rule.outs[0] is None:
             return None
@@ -254,7 +254,7 @@ class _Build(Builder):
         node = _filled(node, self.program.values)
         self.makers.update(dict.fromkeys(node.results, node))
         self.places.update(dict.fromkeys(node.results, made_at(node)))
-        call, ids = call_of(node, self.program.values)
+        call, ids = call_in(self.program, node)
         lies = [self.lies[id] for id in ids]
         given = bool(ids) and kind_of(node) is not None and all(id in self.leaves for id in ids)
         if given or not any(lay.axes or lay.pending for lay in lies):
