@@ -218,7 +218,7 @@ class _JointSearch(Generic[P]):
         if not fits_with_help:
             self.shard_for_less(tries)
         self.search_at_prices(fastest, min(max_prices, MAX_PRICES_FAR_OVER) if self.is_far_over() else max_prices)
-        if fits_with_help and self.best is not None and self.unaided_at_least_s < self.best.total_s * (1 - TOLERANCE):
+        if fits_with_help and self.may_do_without_help(fastest):
             self.shard_for_less(tries)
 
         if self.best is None:
@@ -300,6 +300,28 @@ class _JointSearch(Generic[P]):
             over = 1.0 if finished is None else finished.done.peak_bytes / self.budget_bytes
             aim_bytes = int(min(aim_bytes, proposal.peak_bytes) * min(NEXT_BUDGET_PART, 0.99 / over))
 
+    def may_do_without_help(self, fastest: CountedProposal[P]) -> bool:
+        """Whether searches at prices, dearer ones too where that is not told yet, leave open that a sharding which keeps
+        to the budget by itself is faster than the best.
+        """
+        price_s = self.next_price_s(fastest)
+        for dearer_s in (HIGHEST_PRICE * price_s, HIGHEST_PRICE**2 * price_s):
+            if not self.unaided_may_be_faster():
+                return False
+            self.bound_unaided(self.proposal(None, dearer_s), dearer_s)
+        return self.unaided_may_be_faster()
+
+    def unaided_may_be_faster(self) -> bool:
+        return self.best is not None and self.unaided_at_least_s < self.best.total_s * (1 - TOLERANCE)
+
+    def bound_unaided(self, proposal: Proposal[P], price_s: float) -> float:
+        """Seconds that whatever keeps to the bytes takes at least, as far as the proposal is what is cheapest at a price:
+        at it nothing costs less, and the price of those bytes is known.
+        """
+        at_least_s = proposal.cost_s + price_s * (proposal.peak_bytes - self.aim_bytes)
+        self.unaided_at_least_s = max(self.unaided_at_least_s, at_least_s)
+        return at_least_s
+
     def search_at_prices(self, fastest: CountedProposal[P], max_prices: int) -> None:
         """Sharding at prices of memory: those that the fastest plan and each new best one tell.
 
@@ -320,10 +342,7 @@ class _JointSearch(Generic[P]):
             asked_s.append(price_s)
             proposal = self.proposal(None, price_s)
 
-            # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of
-            # those bytes is known.
-            at_least_s = proposal.cost_s + price_s * (proposal.peak_bytes - self.aim_bytes)
-            self.unaided_at_least_s = max(self.unaided_at_least_s, at_least_s)
+            at_least_s = self.bound_unaided(proposal, price_s)
             if not self.may_be_faster(proposal):
                 continue
             best_before = self.best

@@ -201,6 +201,8 @@ def _faster(
 ) -> list[FinishedProgram]:
     """Of orders from fast to lean, those counted that may be faster than what was found."""
     counted = list[FinishedProgram]()
+    # By how much a sketch is too hopeful, as those tell that were searched in full behind one.
+    excess_s: float | None = None
     best_s = min([below_s, *(one.more_s for one in found if one.fits(budget))])
     whole = found[0]
     for order in orders:
@@ -208,9 +210,14 @@ def _faster(
             break
         one = order()
         # Where copies have to be searched for, a sketch says whether that is worth it.
-        if whole.hint is not None and best_s < inf and tried(one, whole).more_s >= best_s:
-            continue
+        sketch_s = None
+        if whole.hint is not None and best_s < inf:
+            sketch_s = tried(one, whole).more_s
+            if sketch_s + (excess_s or 0.0) >= best_s:
+                continue
         counted.append(tried(one))
+        if sketch_s is not None:
+            excess_s = counted[-1].more_s - sketch_s if excess_s is None else min(excess_s, counted[-1].more_s - sketch_s)
         if counted[-1].fits(budget):
             best_s = min(best_s, counted[-1].more_s)
     return counted
@@ -225,7 +232,9 @@ def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) ->
     if best_s <= 0:
         return []
     found = _bisect(proposed.orders, still, budget, proposed.again_s, best_s)
-    found += _rounded(proposed, still, budget, best_s, found)
+    # Of a chain of small stages hardly anything is leaner than its own orders, and copies help where they do not fit.
+    if not proposed.has_small_stages:
+        found += _rounded(proposed, still, budget, best_s, found)
     best = min(
         (one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None
     )
@@ -247,9 +256,7 @@ def _rounded(
     count, again_s = len(proposed.program.nodes), proposed.again_s
     if count > MIDDLE:
         return []
-    kept_bytes = [part.stage.ways[0].nbytes for part in proposed.stages]
-    small_stages = max(kept_bytes, default=0) <= LARGEST_STAGE * sum(kept_bytes)
-    if small_stages and any(one.fits(budget) for one in by_stages):
+    if proposed.has_small_stages and any(one.fits(budget) for one in by_stages):
         return []
     plans = sorted((one for one in proposed.relaxed if again_s(one) < below_s), key=again_s)
     if count > COUNTED:
@@ -381,6 +388,12 @@ class _Proposals:
     @cached_property
     def stages(self) -> tuple[ForwardStage, ...]:
         return chain_of(self.program, self.node_s).parts
+
+    @cached_property
+    def has_small_stages(self) -> bool:
+        """Whether no stage of forward holds much of what all of them keep."""
+        kept_bytes = [part.stage.ways[0].nbytes for part in self.stages]
+        return max(kept_bytes, default=0) <= LARGEST_STAGE * sum(kept_bytes)
 
     @cached_property
     def relaxed(self) -> list[Program]:

@@ -10,6 +10,9 @@ time is least, and only the best of them are searched in full.
     bound      all from 97 on make more again than copies cost where nothing is made again: never looked at
     sketches   0, 24, 48, 72, 96; 30, 36, ... 66; 46, 48, 50
     in full    48, 46
+
+A sketch is off by about as much for one order as for the next, so those that were searched in full, of which the whole
+is one, say what to expect of the others.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class _Among:
 
     def run(self) -> list[FinishedProgram]:
         last = len(self.orders) - 1
-        low = 0 if self.whole.fits(self.budget) else self._first(0, last, lambda k: self.sketch(k).fits(self.budget))
+        low = 0 if self.whole.fits(self.budget) else self._first(0, last, self._fits)
         if low > last:
             return [self.tried(self.orders[last]())] if self.below_s == inf else []
         most_s = min(self.below_s, self.whole.more_s) if self.whole.fits(self.budget) else self.below_s
@@ -91,18 +94,20 @@ class _Among:
         # From where copies are hidden, less is faster.
         if low <= high and self._hides(low):
             high = low
-        elif low <= high and self._hides(high):
-            high = self._first(low, high, self._hides)
-        self._search(low, high)
-        found = list[FinishedProgram]()
         # What was searched in full gains this beyond its sketch, or loses it: first as the whole does.
         gain_s = -self._excess_s()
+        if -gain_s >= most_s:
+            return []  # an order that hides all copies would come to more, too
+        if low < high and self._hides(high):
+            high = self._first(low, high, self._hides, FINE * self.work_s)
+        self._search(low, high)
+        found = list[FinishedProgram]()
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
             fits = [fit for fit in found if fit.fits(self.budget)]
             best_s = min([most_s, *(fit.more_s for fit in fits)])
             if best_s < inf and (len(fits) >= FULL or self.sketches[k].more_s - gain_s >= best_s):
                 break
-            if self.again_s(k) < best_s:
+            if 0 < self.again_s(k) < best_s:  # one that makes nothing again is the whole, which was searched in full
                 found.append(self.tried(self.orders[k]()))
                 gain_s = max(gain_s, self.sketches[k].more_s - found[-1].more_s)
         return found
@@ -141,10 +146,13 @@ class _Among:
         best = self.sketches[min(self.sketches, key=self._rank)]
         return best.more_s if best.fits(self.budget) else inf
 
-    def _first(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
-        """The first of low..high for which something holds that holds for all behind it; high + 1 where for none."""
-        high += 1
-        while low < high:
+    def _first(self, low: int, high: int, holds: Callable[[int], bool], alike_s: float = 0.0) -> int:
+        """The first of low..high for which something holds that holds for all behind it; high + 1 where for none.
+
+        alike_s: an order that makes at most so much more again does as well.
+        """
+        last, high = high, high + 1
+        while low < high and (high > last or self.again_s(high) - self.again_s(low) > alike_s):
             middle = (low + high) // 2
             low, high = (low, middle) if holds(middle) else (middle + 1, high)
         return low
@@ -154,9 +162,12 @@ class _Among:
             self.sketches[k] = self.tried(self.orders[k](), self.whole)
         return self.sketches[k]
 
+    def _fits(self, k: int) -> bool:
+        return self.sketch(k).fits(self.budget)
+
     def _hides(self, k: int) -> bool:
         """Whether an order fits and takes no more time than what it makes again."""
-        return self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k)
+        return self._fits(k) and self.sketch(k).more_s <= self.again_s(k)
 
     def again_s(self, k: int) -> float:
         if k not in self.again:
