@@ -201,8 +201,7 @@ def _faster(
 ) -> list[FinishedProgram]:
     """Of orders from fast to lean, those counted that may be faster than what was found."""
     counted = list[FinishedProgram]()
-    # By how much a sketch is too hopeful, as those tell that were searched in full behind one.
-    excess_s: float | None = None
+    too_hopeful_s = list[float]()  # what was searched in full, beyond its sketch
     best_s = min([below_s, *(one.more_s for one in found if one.fits(budget))])
     whole = found[0]
     for order in orders:
@@ -210,14 +209,12 @@ def _faster(
             break
         one = order()
         # Where copies have to be searched for, a sketch says whether that is worth it.
-        sketch_s = None
-        if whole.hint is not None and best_s < inf:
-            sketch_s = tried(one, whole).more_s
-            if sketch_s + (excess_s or 0.0) >= best_s:
-                continue
+        sketch_s = tried(one, whole).more_s if whole.hint is not None and best_s < inf else None
+        if sketch_s is not None and sketch_s + min(too_hopeful_s, default=0.0) >= best_s:
+            continue
         counted.append(tried(one))
         if sketch_s is not None:
-            excess_s = counted[-1].more_s - sketch_s if excess_s is None else min(excess_s, counted[-1].more_s - sketch_s)
+            too_hopeful_s.append(counted[-1].more_s - sketch_s)
         if counted[-1].fits(budget):
             best_s = min(best_s, counted[-1].more_s)
     return counted
