@@ -264,6 +264,42 @@ def test_a_leanest_order_that_does_not_fit_with_its_copies_ends_no_search() -> N
     assert min(one.more_s for one in found if one.fits(100)) == 5.0
 
 
+def searched_in_full(sketches: list[float], in_full: list[float], whole_s: float, again_s: list[float], below_s: float) -> tuple[set[int], set[int]]:
+    """(orders that were sketched, those that were searched in full), of orders that all fit."""
+    proposed = [orders.Order(partial(int, k), given_bytes=100 - k, at_most_s=1.0 + k) for k in range(len(sketches))]
+    sketched, full = set[int](), set[int]()
+
+    def tried(order: Any, like: FinishedProgram | None = None, /, moves: bool = True) -> FinishedProgram:
+        (full if like is None else sketched).add(order)
+        return FinishedProgram(order, 100, more_s=(in_full if like is None else sketches)[order])
+
+    whole = FinishedProgram(cast(Any, None), 100, more_s=whole_s)
+    orders.fastest(proposed, lambda one: again_s[proposed.index(one)], tried, whole, 100, work_s=100.0, below_s=below_s)
+    return sketched, full
+
+
+def test_no_order_is_looked_at_where_the_whole_exceeds_its_sketch_by_more_than_there_is_to_gain() -> None:
+    """The whole came to 9 s where its sketch says 1: an order that hides all copies would come to 8."""
+    sketches, again_s = [1.0, 0.5, 0.2, 0.3], [0.0, 0.1, 0.2, 0.3]
+    assert searched_in_full(sketches, sketches, 9.0, again_s, below_s=7.0) == ({0}, set())
+    _, full = searched_in_full(sketches, sketches, 9.0, again_s, below_s=8.5)
+    assert full
+
+
+def test_orders_that_make_hardly_more_again_are_not_told_apart() -> None:
+    """From the 60th on copies are hidden; 0.6 s of the step's 100 tell orders apart, each of which makes .1 s more again than the last."""
+    again_s = [0.1 * k for k in range(100)]
+    sketches = [max(again, 12.0 - again) for again in again_s]
+    sketched, full = searched_in_full(sketches, sketches, 12.0, again_s, below_s=12.0)
+    assert len(sketched) <= 10 and min(sketches[k] for k in full) <= min(sketches) + 0.6
+
+
+def test_an_order_that_makes_nothing_again_is_not_searched_twice() -> None:
+    """The whole is that order, and it was searched in full before."""
+    _, full = searched_in_full([1.0, 2.0], [5.0, 6.0], 5.0, [0.0, 0.5], below_s=float("inf"))
+    assert 0 not in full
+
+
 class Gated(nn.Module):
     """A residual block whose products share their input, as those of a transformer do."""
 

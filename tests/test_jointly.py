@@ -66,6 +66,28 @@ def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(h
     assert best is not None and best.total_s == min(1.0 + help_s, 3.0) and len(aims) == alone
 
 
+@pytest.mark.parametrize(("lean", "alone", "best_s"), [((9.0, 40), 0, 1.8), ((1.7, 60), 1, 1.7)])
+def test_dearer_prices_may_rule_out_sharding_alone(lean: tuple[float, int], alone: int, best_s: float) -> None:
+    """Of a large step the first price, .8 / 30 s a byte, says that whatever needs no help takes 1.77 s, and the best takes 1.8. Four times
+    as dear a lean one of 9 s is no cheaper than `mid`, so that what keeps to 70 B takes 2.6 s."""
+    there, aims = {"fast": (1.0, 100), "mid": (1.5, 80), "lean": lean}, list[int]()
+
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
+        if aim is not None:
+            aims.append(aim)
+        fits = [name for name, (_, nbytes) in there.items() if aim is None or nbytes <= aim]
+        if not fits:
+            raise PlanError("nothing is that lean")
+        name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
+        return jointly_planned.Proposal(name, *there[name], key=name)
+
+    def finish(name: str, below_s: float) -> FinishedProgram:
+        return tried(min(70, there[name][1]), 70, more_s={"fast": 0.8, "mid": 2.0, "lean": 0.0}[name]).done
+
+    best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=70, small=False)
+    assert best is not None and best.total_s == pytest.approx(best_s) and len(aims) == alone
+
+
 @pytest.mark.parametrize(("small", "finished"), [(True, {"fast", "good", "near"}), (False, {"fast", "good"})])
 def test_what_a_price_says_is_no_faster_is_not_finished(small: bool, finished: set[str]) -> None:
     """`good` needs 5 B less for .1 s, so at that price a byte `near`, with 39 B too much, would take 1.78 s."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import colofunc as cf
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
-from colofunc.program.lower import Choice, call_of, lower
+from colofunc.program.lower import Choice, call_in, call_of, lower
 from colofunc.program.tracing.trace import record_local, trace
 from colofunc.spec.layout import replicated
 from colofunc.spec.parts import join
@@ -39,6 +39,14 @@ def run(local, mesh, tensors):
     shards = [parts(next(leaves), local.values[i].layout, mesh) for i in local.inputs if i not in local.constants]
     outs = SimulatedProgram(local, mesh)(shards)
     return [join(o, local.values[i].layout, mesh) for o, i in zip(outs, local.outputs, strict=True)]
+
+
+def test_equal_calls_of_a_program_are_one_object():
+    program = trace(lambda x, w: (x @ w) @ w, (torch.ones(4, 4), torch.ones(4, 4))).program
+    one, two = program.nodes
+    (call, ids), (same, other_ids) = call_in(program, one), call_in(program, two)
+    assert same is call and call_in(program, one)[0] is call
+    assert [(call, ids), (same, other_ids)] == [call_of(node, program.values) for node in program.nodes]
 
 
 def mlp_step(state, x, y):

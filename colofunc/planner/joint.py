@@ -34,7 +34,7 @@ P = TypeVar("P")
 
 HIGHEST_PRICE = 4.0
 """The highest price tried, as a multiple of the one that a plan tells: that is an average, and the next byte may cost
-more."""
+more. It and its square are what is asked before sharding alone, which they may rule out."""
 MAX_PRICES = 6
 """At most this many searches at a price of memory."""
 MAX_PRICES_ONCE_ONE_FITS = 3
@@ -202,6 +202,7 @@ class _JointSearch(Generic[P]):
         # Seconds of whatever keeps to the budget without help, at least: as far as searches at prices find what is
         # cheapest.
         self.unaided_at_least_s = 0.0
+        self.asked_s: list[float] = []  # prices that were searched at
 
     def run(
         self, tries: int, max_prices: int, others: Others[P], max_others: int, lower_bound: Callable[[], int]
@@ -306,21 +307,23 @@ class _JointSearch(Generic[P]):
         """
         price_s = self.next_price_s(fastest)
         for dearer_s in (HIGHEST_PRICE * price_s, HIGHEST_PRICE**2 * price_s):
-            if not self.unaided_may_be_faster():
-                return False
-            self.bound_unaided(self.proposal(None, dearer_s), dearer_s)
+            if self.unaided_may_be_faster() and _first_new([dearer_s], self.asked_s) is not None:
+                self.propose_at_price(dearer_s)
         return self.unaided_may_be_faster()
 
     def unaided_may_be_faster(self) -> bool:
         return self.best is not None and self.unaided_at_least_s < self.best.total_s * (1 - TOLERANCE)
 
-    def bound_unaided(self, proposal: Proposal[P], price_s: float) -> float:
-        """Seconds that whatever keeps to the bytes takes at least, as far as the proposal is what is cheapest at a price:
-        at it nothing costs less, and the price of those bytes is known.
+    def propose_at_price(self, price_s: float) -> tuple[Proposal[P], float]:
+        """(the cheapest sharding at a price of memory, the seconds that whatever keeps to the bytes takes at least).
+
+        It costs no less at this price than what is cheapest at it, and the price of those bytes is known.
         """
+        self.asked_s.append(price_s)
+        proposal = self.proposal(None, price_s)
         at_least_s = proposal.cost_s + price_s * (proposal.peak_bytes - self.aim_bytes)
         self.unaided_at_least_s = max(self.unaided_at_least_s, at_least_s)
-        return at_least_s
+        return proposal, at_least_s
 
     def search_at_prices(self, fastest: CountedProposal[P], max_prices: int) -> None:
         """Sharding at prices of memory: those that the fastest plan and each new best one tell.
@@ -329,20 +332,16 @@ class _JointSearch(Generic[P]):
         """
         first_s = self.next_price_s(fastest)
         told_s = [first_s]  # by the best plans, the latest first
-        asked_s = list[float]()
         for number in range(max_prices):
             if self.best is not None and not self.small and number >= MAX_PRICES_ONCE_ONE_FITS:
                 return
             prices_s = [*told_s]
             if self.small or self.best is None:
                 prices_s += [HIGHEST_PRICE * first_s, *self.prices_between_s()]
-            price_s = _first_new(prices_s, asked_s)
+            price_s = _first_new(prices_s, self.asked_s)
             if price_s is None:
                 return
-            asked_s.append(price_s)
-            proposal = self.proposal(None, price_s)
-
-            at_least_s = self.bound_unaided(proposal, price_s)
+            proposal, at_least_s = self.propose_at_price(price_s)
             if not self.may_be_faster(proposal):
                 continue
             best_before = self.best
