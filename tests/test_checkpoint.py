@@ -264,7 +264,9 @@ def test_a_leanest_order_that_does_not_fit_with_its_copies_ends_no_search() -> N
     assert min(one.more_s for one in found if one.fits(100)) == 5.0
 
 
-def searched_in_full(sketches: list[float], in_full: list[float], whole_s: float, again_s: list[float], below_s: float) -> tuple[set[int], set[int]]:
+def searched_in_full(
+    sketches: list[float], in_full: list[float], whole_s: float, again_s: list[float], below_s: float
+) -> tuple[set[int], set[int]]:
     """(orders that were sketched, those that were searched in full), of orders that all fit."""
     proposed = [orders.Order(partial(int, k), given_bytes=100 - k, at_most_s=1.0 + k) for k in range(len(sketches))]
     sketched, full = set[int](), set[int]()
