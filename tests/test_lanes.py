@@ -116,6 +116,17 @@ def test_the_thread_that_hands_out_work_does_the_hosts():
     ]  # fmt: skip
 
 
+def test_a_view_on_the_host_reads_none_of_what_it_looks_at():
+    """The part of a bucket of gradients that an update on the host reads is a slice of the whole bucket, which costs what a view does."""
+    host = attrs.evolve(MESH.topology.device, host_view_s=3e-6)
+    mesh = MESH.with_topology(attrs.evolve(MESH.topology, device=host))
+    nodes = [("aten.slice.Tensor", (R(0), 0, 0, 4), (1,)), ("aten.neg.default", (R(1),), (2,))]
+    made = program([0], nodes, [], [(N,), (4,), (4,)])
+    for id in range(3):
+        made.values[id] = made.values[id].in_tier("host")
+    assert lanes(made, mesh, no_rule).end_s == pytest.approx(mesh.view_s + mesh.host_s(64))
+
+
 def test_a_copy_that_is_waited_for_right_away_is_there_for_the_host():
     nodes = [("aten.neg.default", (R(0),), (1,)), ("colofunc.to_host", (R(1),), (2,)), ("aten.neg.default", (R(2),), (3,))]
     found = played(nodes, [(N,)] * 4, dict.fromkeys([2, 3], "host"))

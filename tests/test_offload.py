@@ -11,6 +11,7 @@ from live_bytes import measure
 from test_kinds import NAMES as KINDS
 from test_kinds import kinds
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import colofunc as cf
 from colofunc.executors.launch import launch
@@ -182,6 +183,25 @@ def test_other_transforms_inside_and_outside_give_the_same_plan(wrap: Any) -> No
     a, b = inside.lower(*args), outside.lower(*args)
     assert a.text() == b.text() and a.memory().peak_bytes["device"] <= budget and copies(a)
     check(inside, *args, steps=2)
+
+
+@pytest.mark.parametrize(("topology", "part"), [("gloo-cpu", 0.6), ("8xa100-80g", 0.35)])
+def test_automatic_is_no_slower_than_a_policy_that_says_where_updates_run(topology: str, part: float) -> None:
+    """Updates on the host read slices of buckets, which were counted as if all of the bucket were read: plans took up to 28 % longer than
+    with updates on the device. And where time differed little, bytes decided: 2 %."""
+    size = dict(vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, max_position_embeddings=256)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+    step, state = cf.train_step(cf.functional(model), cf.adapt(torch.optim.AdamW, lr=1e-4))
+    ids = cf.abstract((8, 256), torch.int64)
+    sharded = cf.shard(step, cf.Mesh(dp=4, topology=topology), zero(3, "dp"))
+    budget = int(part * peak(sharded, state, {"input_ids": ids, "labels": ids}))
+    seconds = {}
+    for update in (None, "device", "host"):
+        policy = cf.ext.MemoryPolicy(f"update {update}", update=update)
+        low = cf.offload(sharded, budget=budget, policy=policy).lower(state, {"input_ids": ids, "labels": ids})
+        seconds[update] = low.plan.cost_s
+    assert seconds[None] <= min(seconds["device"], seconds["host"]) * 1.005
 
 
 def test_a_loop_over_microbatches_copies_in_every_trip() -> None:

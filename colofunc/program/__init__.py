@@ -20,7 +20,7 @@
       memory, memory_report         live bytes at every position; the peak in words
       passing                       what passes through the host within a step
     seconds: the clock
-      cost, lanes                   each operator's seconds, and when it runs beside which others
+      cost, host_seconds, lanes     each operator's seconds, on the host too, and when it runs beside which others
       timed, work_kinds, layout_copies, beside_products
                                     measured seconds, rates by kind of kernel, copies of layouts, collectives in chunks
       chrome_trace                  lanes and memory for a viewer

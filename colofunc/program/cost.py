@@ -254,6 +254,11 @@ def _sort_of(target: str) -> str:
     return WORK
 
 
+def does_work(target: str) -> bool:
+    """Whether a device has something to do for an operator: it is no view, no collective, and not only written down."""
+    return _sort_of(target) == WORK
+
+
 Work = tuple[float, float, str]
 """(flops, bytes read and written, dtype name)"""
 MOST_CALLS = 1 << 15

@@ -36,6 +36,7 @@ from colofunc.mesh.software import WAITS
 from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, seconds_on
 from colofunc.program.facts import COPIES, WIRE, kind_of, kind_of_target, written
+from colofunc.program.host_seconds import host_seconds
 from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
 from colofunc.program.text import target_text
@@ -472,11 +473,5 @@ class _Player:
         values = self.program.values
         if lane in COPY_LANES:
             return self.mesh.copy_s(values[node.refs[-1]].nbytes, *self._ends(node))
-        if lane == "host":
-            return self.mesh.host_s(_touched(node, values))
-        return self.device_s(node, values)
-
-
-def _touched(node: Node, values: Mapping[int, Value]) -> int:
-    """Bytes that an elementwise operator reads and writes."""
-    return sum(values[id].nbytes for id in (*node.refs, *written(node), *node.results))
+        seconds = self.device_s(node, values)
+        return host_seconds(node, values, self.mesh, seconds) if lane == "host" else seconds

@@ -1,7 +1,7 @@
 """One search: which updates run on the host, and for each such split what is copied when.
 
-    found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
-    found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
+found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
+found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def search_splits(
         if like is not None or tries[0].search.still is not None:
             break
         near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
-    slack = tries[0].search.slack
+    slack = policy.slack if like is None else 0.0
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
     bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
     found = one.search.leanest_within(most_s)
@@ -126,12 +126,10 @@ def search_splits(
     )
 
 
-def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
+def _best_first(tries: Sequence[_Try], slack: float) -> list[_Try]:
     """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind
     them.
     """
-    if slack is None:
-        return sorted(tries, key=lambda one: one.rank)
     least, most_s = min(one.over for one in tries), _most_s(tries, slack)
 
     def rank(one: _Try) -> tuple[bool, int, tuple[int, float]]:

@@ -69,12 +69,8 @@ POINTS = (
 """What is tried. A search from the best of them for better parts found nothing faster on any row of
 `bench memory_plans`, `moved` and `jointly`; the parts below 1 hide copies that these alone do not
 (`tests/test_residency.py`: 1.9 % of a step of 40 layers)."""
-SLACK = 0.03
-"""Plans of a large trace whose time differs by less than this part count as equally fast. Seconds are a model, and it
-does not know that copies take from the bandwidth of the host's memory, which updates there need."""
 SMALL = 740
-"""Positions, and twice the uses, of the largest trace of which everything is tried, and where nothing counts as equally
-fast."""
+"""Positions, and twice the uses, of the largest trace of which everything is tried."""
 SKETCH = (POINTS[1], POINTS[8], POINTS[7], POINTS[0])
 """What is tried of a large trace."""
 
@@ -95,11 +91,10 @@ def least_budget(trace: Trace) -> tuple[int, int]:
     return int(total.max()), int(total.argmax())
 
 
-def reside(trace: Trace, budget_bytes: int, links: Links, slack: float | None = 0.0) -> Residency:
+def reside(trace: Trace, budget_bytes: int, links: Links, slack: float = 0.0) -> Residency:
     """The fastest plan found whose device bytes never exceed `budget_bytes`. Raises PlanError naming the least budget.
 
-    slack: of those that take at most this part longer, the one that copies fewest bytes; None: a little of a large
-    trace, else nothing.
+    slack: of those that take at most this part longer, the one that copies fewest bytes.
     """
     search = ResidencySearch(trace, budget_bytes, links, slack)
     search.run()
@@ -144,7 +139,7 @@ class _Found:
 class ResidencySearch:
     """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
 
-    def __init__(self, trace: Trace, budget: int, links: Links, slack: float | None = 0.0) -> None:
+    def __init__(self, trace: Trace, budget: int, links: Links, slack: float = 0.0) -> None:
         _check_trace(trace)
         least, position = least_budget(trace)
         if budget < least:
@@ -164,8 +159,6 @@ class ResidencySearch:
         self.where: Point | None = None  # what gave the best
         uses = sum(len(u) for u in self.facts.uses)
         self.small = len(trace.seconds) + 2 * uses < SMALL
-        if slack is None:
-            slack = 0.0 if self.small else SLACK
         self.slack = slack
         self.still = self._everything()  # where nothing has to move there is nothing to search
 

@@ -16,17 +16,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import attrs
 import numpy as np
 
 from colofunc.mesh import Mesh
-from colofunc.ops.updates import is_in_place_update
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
 from colofunc.planner.offload.timeline import TraceLanes, play
-from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, reads_rows, sums_rows, written
+from colofunc.program.facts import is_copy, is_wire, kind_of, written
+from colofunc.program.host_seconds import host_seconds, touched_bytes
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
 from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
@@ -37,8 +36,6 @@ NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
 """A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of
 it."""
-WORK = 2.0
-"""An operator that takes so many times longer than the memory that it touches is bound by its arithmetic."""
 FEW = 1 << 12
 """Of what one tier makes and the other reads, so many bytes are copied right before they are read, which nobody
 plans."""
@@ -89,11 +86,13 @@ def of_lies(
     program: Program, found: StorageMap, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]
 ) -> Ground:
     alone_s = tuple(node_s(node, program.values) for node in program.nodes)
-    host_s = [_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True)]
+    host_s = [
+        host_seconds(node, program.values, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True)
+    ]
     for update, cast in droppable_casts(program).items():
         wide, narrow = program.nodes[cast].results[0], program.nodes[cast].refs[0]
         widened = program.values[wide].nbytes - program.values[narrow].nbytes
-        host_s[cast], host_s[update] = 0.0, mesh.host_s(_touched(program.nodes[update], program) - widened)
+        host_s[cast], host_s[update] = 0.0, mesh.host_s(touched_bytes(program.nodes[update], program.values) - widened)
     device_s = _held_up_s(program, mesh, node_s) if any(map(_is_started, program.nodes)) else alone_s
     return Ground(program, found, tuple(held), readers(program, found), device_s, tuple(host_s), links_of(mesh), given)
 
@@ -116,32 +115,6 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
     up, down = mesh.copy_s(1 << 30, far, near), mesh.copy_s(1 << 30, near, far)
     latency = min(mesh.copy_s(1, far, near), up)
     return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
-
-
-def _touched(node: Node, program: Program) -> int:
-    """Bytes that a node reads and writes."""
-    values, outs = program.values, node.results
-    if not reads_rows(node.target):
-        return sum(values[id].nbytes for id in (*node.refs, *written(node), *outs))
-    moved = sum(values[id].nbytes for id in (*node.refs[1:], *outs))
-    if sums_rows(node.target):  # reads a row for each index, and writes one for each bag
-        table, index = values[node.refs[0]], values[node.refs[1]]
-        return moved + prod(index.shape) * table.shape[1] * table.dtype.itemsize
-    return moved + sum(values[id].nbytes for id in outs)
-
-
-def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
-    """Seconds of a node on the host, where the time of its arithmetic is to that of its memory as it is on the
-    device."""
-    touched, device = _touched(node, program), mesh.topology.device
-    # Bound by memory, however slow it was measured on the device.
-    if is_in_place_update(node.target) or is_pointwise(node.target):
-        return mesh.host_s(touched)
-    moved_s = touched / device.memory_bytes_per_s
-    work_s = device_s - device.launch_s
-    # Of gathers the device's seconds count the whole table, and copies between tiers have none of their own.
-    bound_by_work = work_s > WORK * moved_s > 0 and not reads_rows(node.target) and kind_of(node) is None
-    return mesh.host_s(touched) * (work_s / moved_s if bound_by_work else 1.0)
 
 
 def trace_of_ground(
