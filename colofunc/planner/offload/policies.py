@@ -46,7 +46,8 @@ class MemoryPolicy:
     place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device",
     "host" or None. activations: whether what forward keeps for backward may be copied to the host. where: glob of
     module paths -> "host" or "device", where their operators run; of others cost decides (`host_operators`). slack: of
-    all that takes at most this part longer than the fastest, what copies fewest bytes. measure: so many first steps are timed and the step is planned again (`cf.offload(measure=)`).
+    all that takes at most this part longer than the fastest, what copies fewest bytes. measure: so many first steps are
+    timed and the step is planned again (`cf.offload(measure=)`).
     """
 
     name: str
