@@ -188,7 +188,8 @@ def test_other_transforms_inside_and_outside_give_the_same_plan(wrap: Any) -> No
 @pytest.mark.parametrize(("topology", "part"), [("gloo-cpu", 0.6), ("8xa100-80g", 0.35)])
 def test_automatic_is_no_slower_than_a_policy_that_says_where_updates_run(topology: str, part: float) -> None:
     """Updates on the host read slices of buckets, which were counted as if all of the bucket were read: plans of 12 layers took up to 22 %
-    longer than with updates on the device (`test_lanes.py` has the view). And where time differed little, bytes decided: 2 % in the first case."""
+    longer than with updates on the device (`test_lanes.py` has the view). And where time differed little, bytes decided: 2 % in the first
+    case."""
     size = dict(vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, max_position_embeddings=256)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
