@@ -24,6 +24,22 @@ from colofunc.errors import CapacityError, PlanError
 from colofunc.planner import joint as jointly_planned
 from colofunc.planner.candidate import FinishedProgram
 
+
+def proposing(there: dict[str, tuple[float, int]], aims: list[int]) -> jointly_planned.Propose[str]:
+    """What is cheapest of some shardings (name -> seconds, bytes); the bytes that were aimed for are noted in `aims`."""
+
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
+        if aim is not None:
+            aims.append(aim)
+        fits = [name for name, (_, nbytes) in there.items() if aim is None or nbytes <= aim]
+        if not fits:
+            raise PlanError("nothing is that lean")
+        name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
+        return jointly_planned.Proposal(name, *there[name], key=name)
+
+    return propose
+
+
 # ---- tests ----
 
 
@@ -50,19 +66,10 @@ def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(h
     whatever needs no help takes 1.1 s at least. Where help takes 3 s the prices that are asked say no more than 2 s."""
     there, aims = {"fast": (1.0, 100), "lean": (3.0, 40)}, list[int]()
 
-    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
-        if aim is not None:
-            aims.append(aim)
-        fits = [name for name, (_, nbytes) in there.items() if aim is None or nbytes <= aim]
-        if not fits:
-            raise PlanError("nothing is that lean")
-        name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
-        return jointly_planned.Proposal(name, *there[name], key=name)
-
     def finish(name: str, below_s: float) -> FinishedProgram:
         return tried(min(70, there[name][1]), 70, more_s=help_s if name == "fast" else 0.0).done
 
-    best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=70)
+    best, _ = jointly_planned.decide_jointly(proposing(there, aims), finish, budget_bytes=70)
     assert best is not None and best.total_s == min(1.0 + help_s, 3.0) and len(aims) == alone
 
 
@@ -72,19 +79,10 @@ def test_dearer_prices_may_rule_out_sharding_alone(lean: tuple[float, int], alon
     as dear a lean one of 9 s is no cheaper than `mid`, so that what keeps to 70 B takes 2.6 s."""
     there, aims = {"fast": (1.0, 100), "mid": (1.5, 80), "lean": lean}, list[int]()
 
-    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
-        if aim is not None:
-            aims.append(aim)
-        fits = [name for name, (_, nbytes) in there.items() if aim is None or nbytes <= aim]
-        if not fits:
-            raise PlanError("nothing is that lean")
-        name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
-        return jointly_planned.Proposal(name, *there[name], key=name)
-
     def finish(name: str, below_s: float) -> FinishedProgram:
         return tried(min(70, there[name][1]), 70, more_s={"fast": 0.8, "mid": 2.0, "lean": 0.0}[name]).done
 
-    best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=70, small=False)
+    best, _ = jointly_planned.decide_jointly(proposing(there, aims), finish, budget_bytes=70, small=False)
     assert best is not None and best.total_s == pytest.approx(best_s) and len(aims) == alone
 
 

@@ -1,7 +1,7 @@
 """What an operator takes on the host: the time of the memory that it touches, longer where arithmetic binds it.
 
-host_seconds(adamw_ of 4 MB of state and gradients, ...)       16 MB read and written at the host's bandwidth
-host_seconds(slice of a bucket of gradients, ...)              what a view takes
+    host_seconds(adamw_ of 4 MB of state and gradients, ...)       16 MB read and written at the host's bandwidth
+    host_seconds(slice of a bucket of gradients, ...)              what a view takes
 """
 
 from __future__ import annotations

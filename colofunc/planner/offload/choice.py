@@ -1,7 +1,7 @@
 """One search: which updates run on the host, and for each such split what is copied when.
 
-found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
-found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
+    found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
+    found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def search_splits(
 ) -> OffloadCandidate:
     """The fastest of the splits of the updates."""
     tries = list[_Try]()
+    slack = policy.slack if like is None else 0.0
     points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
     seen = set[frozenset[int]]()
     share = like.share if like is not None else None
@@ -95,7 +96,7 @@ def search_splits(
         for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
             items, trace = trace_of_ground(ground, on_host, placed, limit, policy.activations)
             least = least_budget(trace)[0]
-            search = ResidencySearch(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
+            search = ResidencySearch(trace, max(limit, least), ground.links)
             if search.small and like is None and least <= limit:  # of what does not fit nobody asks how long it takes
                 search.run()
             else:
@@ -103,13 +104,12 @@ def search_splits(
             tries.append(_Try(max(0, least - limit), on_host, items, part, search))
             if search.still is not None:
                 break
-        tries = _best_first(tries, policy.slack)
+        tries = _best_first(tries, slack)
         if like is not None or tries[0].search.still is not None:
             break
         near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
-    slack = policy.slack if like is None else 0.0
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
-    bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
+    bound = min(each.search.least_bytes() for each in tries) if slack == inf else 0
     found = one.search.leanest_within(most_s)
     gave_up = any(each.search.gave_up for each in tries)
     return OffloadCandidate(

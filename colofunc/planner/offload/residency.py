@@ -96,9 +96,9 @@ def reside(trace: Trace, budget_bytes: int, links: Links, slack: float = 0.0) ->
 
     slack: of those that take at most this part longer, the one that copies fewest bytes.
     """
-    search = ResidencySearch(trace, budget_bytes, links, slack)
+    search = ResidencySearch(trace, budget_bytes, links)
     search.run()
-    return search.leanest_within(search.fastest_s * (1 + search.slack))
+    return search.leanest_within(search.fastest_s * (1 + slack))
 
 
 def _check_trace(trace: Trace) -> None:
@@ -139,7 +139,7 @@ class _Found:
 class ResidencySearch:
     """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
 
-    def __init__(self, trace: Trace, budget: int, links: Links, slack: float = 0.0) -> None:
+    def __init__(self, trace: Trace, budget: int, links: Links) -> None:
         _check_trace(trace)
         least, position = least_budget(trace)
         if budget < least:
@@ -159,7 +159,6 @@ class ResidencySearch:
         self.where: Point | None = None  # what gave the best
         uses = sum(len(u) for u in self.facts.uses)
         self.small = len(trace.seconds) + 2 * uses < SMALL
-        self.slack = slack
         self.still = self._everything()  # where nothing has to move there is nothing to search
 
     def sketch(self, points: Sequence[Point] = SKETCH) -> None:
