@@ -9,6 +9,7 @@ from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.program.check import check_program
 from colofunc.program.ir import Ref
+from colofunc.program.memory import lies
 from colofunc.program.passes.buckets import BucketLimit, buckets
 from colofunc.program.passes.coalesce import delay_updates, delay_views, reduce_early
 from colofunc.program.passes.schedule import overlap
@@ -43,6 +44,34 @@ def test_a_bucket_gives_the_same_numbers(kind, axis):
     together = buckets(p, MESH)
     check_program(together, MESH)
     assert targets(together).count(kind) == 1 and together.outputs == p.outputs
+    for a, b in zip(run(p, shapes), run(together, shapes), strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x, y)
+
+
+def storage_of(p, id):
+    found = lies(p)
+    return found.storages[found.home[id]]
+
+
+@pytest.mark.parametrize("results", [(4,), (3, 4)])
+def test_a_small_result_is_copied_out_of_its_bucket(results):
+    """Who keeps a loss that was summed with the gradients does not keep the gradients; a result that is most of its bucket stays there."""
+    shapes = [(30,), (), (5,)]
+    nodes = [("colofunc.all_reduce", (R(k), ("dp",), 2, "sum"), (3 + k,)) for k in range(3)]
+    nodes += [("aten.relu.default", (R(3),), (6,)), ("aten.relu.default", (R(5),), (7,))]
+    p = program([0, 1, 2], nodes, [*results, 6, 7], [*shapes, *shapes, (30,), (5,)])
+    together = buckets(p, MESH)
+    check_program(together, MESH)
+    assert targets(together).count("all_reduce") == 1
+    bucket = 8 * 36
+    kept = [storage_of(together, out) for out in together.outputs[: len(results)]]
+    assert [one.nbytes for one in kept] == ([8] if len(results) == 1 else [bucket, bucket])
+    copied = [k for k, node in enumerate(together.nodes) if node.target == "aten.clone.default"]
+    assert len(copied) == (len(results) == 1)
+    if copied:  # behind all who read the bucket, which is let go of there
+        (moved,) = (node.results[0] for node in together.nodes if node.target == "colofunc.all_reduce")
+        assert storage_of(together, moved).dies == copied[0] and targets(together)[copied[0] - 1] == "relu"
     for a, b in zip(run(p, shapes), run(together, shapes), strict=True):
         for x, y in zip(a, b, strict=True):
             assert torch.equal(x, y)

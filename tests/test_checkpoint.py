@@ -280,12 +280,20 @@ def searched_in_full(
     return sketched, full
 
 
-def test_no_order_is_looked_at_where_the_whole_exceeds_its_sketch_by_more_than_there_is_to_gain() -> None:
-    """The whole came to 9 s where its sketch says 1: an order that hides all copies would come to 8."""
-    sketches, again_s = [1.0, 0.5, 0.2, 0.3], [0.0, 0.1, 0.2, 0.3]
-    assert searched_in_full(sketches, sketches, 9.0, again_s, below_s=7.0) == ({0}, set())
-    _, full = searched_in_full(sketches, sketches, 9.0, again_s, below_s=8.5)
-    assert full
+def test_the_best_order_is_found_where_copies_take_less_than_nothing() -> None:
+    """The host takes work off: 4 s less from the 40th order on, while the 30th only hides its copies."""
+    again_s = [0.1 * k for k in range(100)]
+    sketches = [again + max(-4.0, 12.0 - 0.4 * k) for k, again in enumerate(again_s)]
+    sketched, full = searched_in_full(sketches, sketches, 12.0, again_s, below_s=12.0)
+    assert len(sketched) <= 10 and min(sketches[k] for k in full) <= min(sketches) + 0.6
+
+
+def test_orders_whose_sketch_promises_less_than_what_they_come_to_are_not_all_searched_in_full() -> None:
+    """The first came to 3 s more than its sketch says, and so would the second, whose sketch is below what the first came to."""
+    again_s = [0.0, 3.0, 6.0, 9.0]
+    sketches = [20.0, 4.0, 6.5, 9.5]
+    sketched, full = searched_in_full(sketches, [one + 3.0 for one in sketches], 20.0, again_s, below_s=float("inf"))
+    assert sketched >= {1, 2} and full == {1}
 
 
 def test_orders_that_make_hardly_more_again_are_not_told_apart() -> None:

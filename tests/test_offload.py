@@ -79,6 +79,23 @@ def test_a_program_takes_as_long_as_its_plan(monkeypatch: pytest.MonkeyPatch) ->
         assert low.plan.cost_s == pytest.approx(low.lanes().end_s, rel=1e-6)
 
 
+def test_updates_too_small_for_a_copy_stay_on_the_device_unless_a_policy_says_where() -> None:
+    """Those of biases and norms waited for copies one by one: GPT-2 of 12 layers, 128 wide, took up to 14 % longer on four A100s."""
+    step, *args = training(layers=4, d=768, rows=2048)
+    budget = int(peak(cf.shard(step, one()), *args) * 0.5)
+
+    def updates(policy: Any) -> list[tuple[str, int]]:
+        """(tier, elements of the parameter) of each."""
+        program = cf.offload(cf.shard(step, one()), budget=budget, policy=policy).lower(*args).program
+        values = program.values
+        found = [values[node.refs[0]] for node in program.nodes if node.target == "colofunc.adamw_"]
+        return [(value.tier, value.nbytes // 8) for value in found]
+
+    automatic, said = updates("auto"), updates(cf.ext.MemoryPolicy("there", update="host"))
+    assert ("host", 768**2) in automatic and ("host", 768) not in automatic and automatic.count(("device", 768)) == 4 * 3 + 1
+    assert said.count(("host", 768)) == 4 * 3 + 1
+
+
 @pytest.mark.parametrize("share", [0.7, 0.35])
 def test_the_simulated_mesh_measures_the_same_bytes_in_both_tiers(share: float) -> None:
     step, *args = training(layers=3, tied=True)

@@ -53,10 +53,11 @@ def test_a_budget_of_any_transform_has_parameters_gathered_in_every_trip() -> No
     step, *args = training()
     base = cf.accumulate(cf.shard(step, cf.Mesh(dp=4, topology="4xa100-80g"), zero(3, "dp")), microbatches=4).on("simulated")
     low = base.lower(*args)
-    for within in (cf.offload, cf.checkpoint):
-        staged = within(base, budget=int(low.memory().peak_bytes["device"] * 0.5))
+    # Within a half copies of activations are faster than gathering in every trip.
+    for within, part in ((cf.offload, 0.4), (cf.checkpoint, 0.5)):
+        staged = within(base, budget=int(low.memory().peak_bytes["device"] * part))
         lean = staged.lower(*args)
-        assert lean.memory().peak_bytes["device"] <= low.memory().peak_bytes["device"] * 0.5
+        assert lean.memory().peak_bytes["device"] <= low.memory().peak_bytes["device"] * part
         assert lean.cost().wire_bytes > low.cost().wire_bytes and any(n.target.startswith("colofunc.all_gather") for n in body(lean).nodes)
         check(staged, *args)
 

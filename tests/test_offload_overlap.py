@@ -2,16 +2,19 @@
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from test_chunks import LAYERS, agrees_to_the_byte, deep
 from test_executors import program
 
 import colofunc as cf
-from colofunc.planner.offload.trace import ground_of
+from colofunc.planner.offload.residency import Residency, ScheduledCopy, reside
+from colofunc.planner.offload.trace import ground_of, trace_of_ground, write_copies
 from colofunc.program.cost import node_s
 from colofunc.program.facts import is_copy, is_wire
 from colofunc.program.ir import Ref
 from colofunc.program.lanes import played
+from colofunc.program.memory import memory
 from colofunc.program.passes.overlapped import overlapped
 
 R = Ref
@@ -53,3 +56,42 @@ def test_copies_are_planned_beside_work_and_not_beside_what_the_device_does_not_
     ground = ground_of(p, mesh, seconds)
     assert seconds(p.nodes[0], p.values) > 0 == ground.device_s[0]
     assert abs(sum(ground.device_s) - played(p, mesh, seconds).end_s) < 1e-12
+
+
+def with_a_host(nodes: Any, outputs: Any, shapes: Any, on_host: Any) -> Any:
+    """(ground of a program whose operators take the device hardly any time, the storages that may move, their trace)."""
+    ground = ground_of(program([0], nodes, outputs, shapes), cf.Mesh(topology="a100-40g"), lambda node, values: 1e-6)
+    return ground, *trace_of_ground(ground, frozenset(on_host), {}, 1 << 30)
+
+
+def test_a_result_that_the_host_reads_is_on_the_device_to_the_end() -> None:
+    """It was counted up to where it is read last, and plans held more than their budget."""
+    shape = (1024, 1024)
+    nodes = [("aten.sin.default", (R(k),), (k + 1,)) for k in (0, 1, 0, 3, 4)]
+    nodes = [(name, args, (out + 1,)) for out, (name, args, _) in enumerate(nodes)]
+    ground, items, trace = with_a_host(nodes, [1, 2, 5], [shape] * 6, {1})
+    found = reside(trace, max(ground.held), ground.links)
+    written = write_copies(ground, frozenset({1}), items, trace, found)
+    assert memory(written).peak_bytes["device"] == found.peak_bytes
+    read = next(item for storage, item in zip(items, trace.items, strict=True) if storage == ground.lies.home[1])
+    assert read.host_uses == {1} and read.held == ((0, 4),)
+
+
+def test_what_the_device_needs_again_does_not_wait_for_the_host_that_reads_it() -> None:
+    """Of a bucket of gradients some are read on the host and some on the device, which waited until the host was through."""
+    size = 1 << 20
+    nodes = [
+        ("aten.sin.default", (R(0),), (1,)),
+        *(("aten.slice.Tensor", (R(1), 0, k * size, (k + 1) * size), (2 + k,)) for k in range(4)),
+        *(("aten.cos.default", (R(2 + k),), (6 + k,)) for k in range(3)),  # on the host
+        ("aten.cos.default", (R(5),), (9,)),
+    ]
+    shapes = [(4 * size,), (4 * size,), *[(size,)] * 8]
+    ground, items, trace = with_a_host(nodes, [6, 7, 8, 9], shapes, {5, 6, 7})
+    bucket = items.index(ground.lies.home[1])
+    moves = (ScheduledCopy(bucket, "store", start=1, done=5, free=5), ScheduledCopy(bucket, "fetch", start=8, done=8))
+    found = Residency(moves, frozenset(), 0, 0.0, (0, 0))
+    written = write_copies(ground, frozenset({5, 6, 7}), items, trace, found)
+    order = [(node.target, written.values[node.results[0]].tier) for node in written.nodes if node.results]
+    cosines = [tier for target, tier in order if target == "aten.cos.default"]
+    assert cosines == ["device", "host", "host", "host"]

@@ -16,6 +16,7 @@ from colofunc.executors.simulated import SimulatedProgram
 from colofunc.ops.define import KERNELS
 from colofunc.ops.update_lists import MANY
 from colofunc.program.ir import Ref
+from colofunc.program.lanes import lanes
 from colofunc.program.memory import memory
 from colofunc.program.passes import one_call
 from colofunc.program.passes.one_call import (
@@ -23,6 +24,7 @@ from colofunc.program.passes.one_call import (
     runs_of_updates,
     small_updates_in_one_call,
     updates_in_one_call,
+    with_one_launch,
 )
 
 R = Ref
@@ -422,3 +424,22 @@ def test_ranks_that_hold_parts_of_their_own_update_them_one_by_one() -> None:
         [(0, 1, 2, 3)] * 2 + [(0,) * 4] * 3, [(0,) * 4] * 5
     ))  # fmt: skip
     assert "sgd_all_" not in apart and "sgd_all_" in alike
+
+
+@pytest.mark.parametrize("hands_out", [0.0, 2e-5])
+def test_the_clock_counts_one_launch_for_a_run_of_updates(hands_out) -> None:
+    """Whoever hands work out hands a run out once."""
+    mesh = cf.Mesh(topology="a100-40g")
+    device = attrs.evolve(mesh.topology.device, host_launch_s=hands_out)
+    mesh = mesh.with_topology(attrs.evolve(mesh.topology, device=device))
+    step, *args = training(layers=3, d=8, rows=4)
+    apart = cf.shard(step, mesh).lower(*args).program
+    runs = runs_of_updates(apart)
+    saved = sum(len(run) - 1 for run in runs.values())
+    assert saved > 3
+    together = with_one_launch(apart, mesh, lambda call: None)
+    assert [node.target for node in together.nodes] == [node.target for node in apart.nodes]
+    lasts_s = [lanes(one, mesh, lambda call: None).end_s for one in (apart, together)]
+    each_s = hands_out or device.launch_s  # kernels this short take as long as they are handed out
+    assert lasts_s[0] - lasts_s[1] == pytest.approx(saved * each_s, rel=0.01)
+    assert with_one_launch(together, mesh, lambda call: None).nodes == together.nodes

@@ -50,7 +50,7 @@ from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.messages import scalars_in_one_message
 from colofunc.program.passes.narrow_gradients import narrow_updates
-from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
+from colofunc.program.passes.one_call import updates_in_one_call
 from colofunc.program.passes.squares import squares_in_one_pass
 from colofunc.program.passes.stage_sums import sums_within_stages
 from colofunc.program.places import distinct_ranks, same_as
@@ -382,11 +382,7 @@ class Completion:
             return program
         if moved is program or not any(map(is_copy, program.nodes)):
             return moved
-        # The clock counts launches one by one.
-        saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s
-        if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s:
-            return moved
-        return program
+        return moved if self.lanes(moved).end_s <= self.lanes(program).end_s else program
 
     def _if_no_larger(self, rewrite: Callable[[Program, Mesh], Program], program: Program) -> Program:
         """What `rewrite` makes of a program, where that holds no more."""

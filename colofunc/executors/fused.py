@@ -27,6 +27,7 @@ from colofunc.program.editor import Editor
 from colofunc.program.facts import is_product, written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.layout_copies import with_copies
+from colofunc.program.passes.one_call import with_one_launch
 
 NAME = "compiled"
 FREE = PlannedKernel(FUSED, 0.0, 0)
@@ -50,14 +51,15 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
 
 
 def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: RuleOf) -> Program:
-    """A program with the seconds of copies between layouts, and of fused operators, where the executor fuses them.
+    """A program with the seconds of copies between layouts, of updates that are called at once, and of fused operators,
+    where the executor fuses them.
 
     Also with those of other software that is planned for.
     """
     fuses = executor == NAME or mesh.topology.software.fused
     copied = with_copies(program, mesh)
     executed = fused(copied, mesh, rule_of) if fuses else copied
-    return in_chunks(executed, mesh, rule_of)
+    return with_one_launch(in_chunks(executed, mesh, rule_of), mesh, rule_of)
 
 
 def fusion_groups(nodes: Sequence[Node]) -> list[list[Node]]:

@@ -159,9 +159,9 @@ class PlannedKernel:
     workspace_bytes: int
 
 
-COPY, FUSED = "copy", "compiled"
-"""Names of what is planned for a rearrangement that copies, and for elementwise operators that a compiler fuses: both
-take what their bytes take."""
+COPY, FUSED, IN_ONE_CALL = "copy", "compiled", "in one call"
+"""Names of what is planned for a rearrangement that copies, for elementwise operators that a compiler fuses, and for
+updates that others are called with: all take what their bytes take."""
 
 
 @cache

@@ -14,17 +14,20 @@ class Aliases:
     """Groups of values that may share memory."""
 
     def __init__(self, program: Program) -> None:
-        self._leader: dict[int, int] = {}
-        self._last: dict[int, int] = {}
+        leaders, last = dict[int, int](), dict[int, int]()
         shares = aliasing(program)
         for node in program.nodes:
             if node.target in shares and node.refs:
-                leader = self.group((written(node) or node.refs)[0])
-                self._leader.update(dict.fromkeys(node.results, leader))
+                first = (written(node) or node.refs)[0]
+                leader = leaders.get(first, first)
+                for out in node.results:
+                    leaders[out] = leader
+        # Every value of every program that a plan is made of passes here.
         for id, at in lifetimes(program).items():
-            group = self.group(id)
-            if at < len(program.nodes):
-                self._last[group] = max(self._last.get(group, -1), at)
+            group = leaders.get(id, id)
+            if at < len(program.nodes) and at > last.get(group, -1):
+                last[group] = at
+        self._leader, self._last = leaders, last
         self._outputs = {self.group(out) for out in program.outputs}
 
     def group(self, id: int) -> int:

@@ -158,8 +158,11 @@ def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
 
 def written(node: Node) -> tuple[int, ...]:
     """Ids of the values that a node writes to in place."""
+    arguments = written_arguments(node.target)
+    if not arguments:
+        return ()
     found = []
-    for position, name in written_arguments(node.target):
+    for position, name in arguments:
         arg = node.args[position] if position < len(node.args) else dict(node.kwargs).get(name)
         if isinstance(arg, Ref):
             found.append(arg.id)

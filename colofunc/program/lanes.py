@@ -33,6 +33,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import WAITS
+from colofunc.ops.kernels import IN_ONE_CALL
 from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, seconds_on
 from colofunc.program.facts import COPIES, WIRE, kind_of, kind_of_target, written
@@ -425,7 +426,9 @@ class _Player:
         return found
 
     def _handed_s(self, node: Node, seconds: float) -> float:
-        """In which the host hands out a node; of what a compiler has fused the first alone."""
+        """In which the host hands out a node; of what a compiler fuses, or one call updates, the first alone."""
+        if node.kernel is not None and node.kernel.name == IN_ONE_CALL:
+            return 0.0
         if seconds:
             return self.launch_s
         return self.view_s if node.kernel is None else 0.0

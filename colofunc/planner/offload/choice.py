@@ -19,6 +19,8 @@ from colofunc.planner.offload.updates import splits
 
 CLOSER = 3
 """At most this many rounds of trying shares of the updates half way between the best and its neighbours."""
+BEST = 2
+"""Of a large program, linear programs are asked for so many splits, the best without them."""
 
 
 @attrs.frozen
@@ -88,15 +90,15 @@ def search_splits(
     """The fastest of the splits of the updates."""
     tries = list[_Try]()
     slack = policy.slack if like is None else 0.0
-    points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
+    points = _points(like, slack)
     seen = set[frozenset[int]]()
     share = like.share if like is not None else None
-    near = splits(ground, policy.update, placed, share, (), seen)
+    near = splits(ground, policy.update, placed, limit, share, (), seen)
     for _ in range(1 + CLOSER):
         for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
             items, trace = trace_of_ground(ground, on_host, placed, limit, policy.activations)
-            least = least_budget(trace)[0]
-            search = ResidencySearch(trace, max(limit, least), ground.links)
+            least, position = least_budget(trace)
+            search = ResidencySearch(trace, max(limit, least), ground.links, (least, position))
             if search.small and like is None and least <= limit:  # of what does not fit nobody asks how long it takes
                 search.run()
             else:
@@ -107,7 +109,10 @@ def search_splits(
         tries = _best_first(tries, slack)
         if like is not None or tries[0].search.still is not None:
             break
-        near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
+        near = splits(ground, policy.update, placed, limit, share, [one.share for one in tries], seen)
+    if like is None:
+        for each in _best_first(tries, slack)[:BEST]:
+            each.search.sketch([point for point in SKETCH if point not in each.search.tried])
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
     bound = min(each.search.least_bytes() for each in tries) if slack == inf else 0
     found = one.search.leanest_within(most_s)
@@ -124,6 +129,13 @@ def search_splits(
         least_bytes=bound,
         gave_up=gave_up,
     )
+
+
+def _points(like: Hint | None, slack: float) -> Sequence[Point]:
+    """What is tried of each split of a large program. Who asks for fewest bytes wants linear programs for each."""
+    if like is not None and like.point is not None:
+        return like.point, SKETCH[0]
+    return SKETCH if slack else [point for point in SKETCH if not point.least_traffic]
 
 
 def _best_first(tries: Sequence[_Try], slack: float) -> list[_Try]:

@@ -137,19 +137,22 @@ class _Found:
 
 
 class ResidencySearch:
-    """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
+    """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed.
 
-    def __init__(self, trace: Trace, budget: int, links: Links) -> None:
+    least: what `least_budget` says of the trace, where that is known.
+    """
+
+    def __init__(self, trace: Trace, budget: int, links: Links, least: tuple[int, int] | None = None) -> None:
         _check_trace(trace)
-        least, position = least_budget(trace)
-        if budget < least:
+        least_bytes, position = least_budget(trace) if least is None else least
+        if budget < least_bytes:
             raise PlanError(
-                f"a budget of {budget} bytes is below the least possible, {least} bytes: position {position} holds "
-                f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items "
-                "at once. "
-                f"Try: a budget of at least {least}, or smaller items"
+                f"a budget of {budget} bytes is below the least possible, {least_bytes} bytes: position {position} "
+                f"holds {trace.base[position]} bytes that cannot move and needs {least_bytes - trace.base[position]} "
+                "more of items at once. "
+                f"Try: a budget of at least {least_bytes}, or smaller items"
             )
-        self.trace, self.budget, self.floor, self.links = trace, budget, least, links
+        self.trace, self.budget, self.floor, self.links = trace, budget, least_bytes, links
         self.facts = TraceFacts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
@@ -157,6 +160,7 @@ class ResidencySearch:
         self.best: _Found | None = None
         self.front: list[_Found] = []  # those that nothing beats in seconds and bytes
         self.where: Point | None = None  # what gave the best
+        self.tried = set[Point]()
         uses = sum(len(u) for u in self.facts.uses)
         self.small = len(trace.seconds) + 2 * uses < SMALL
         self.still = self._everything()  # where nothing has to move there is nothing to search
@@ -287,6 +291,7 @@ class ResidencySearch:
         return Programs(self.facts)
 
     def _at(self, point: Point) -> None:
+        self.tried.add(point)
         before = self.best
         if point.least_traffic:
             self.least(point.stay, self.floor + int((self.budget - self.floor) * point.filled))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from colofunc.planner.offload.residency import Links, OffloadItem, Residency, Sc
 from colofunc.planner.offload.timeline import TraceLanes, play
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.host_seconds import host_seconds, touched_bytes
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Node, Program, kept_with
 from colofunc.program.lanes import played
 from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
 from colofunc.program.passes.narrow_gradients import droppable_casts
@@ -133,10 +134,10 @@ def trace_of_ground(
     """
     program, storages, (near, far) = ground.program, ground.lies.storages, ground.tiers
     count = len(program.nodes)
-    changed = _changed(ground)
-    busy = _in_flight(ground, changed)
+    changed, busy = kept_with(program, _use_of_storages, partial(_use_of_storages, ground))
     base = np.asarray(ground.held[:count], dtype=np.int64).copy()
-    floor, shared = _floor(ground, limit), _shared(ground.lies)
+    floor = floor_bytes(ground, limit)
+    shared = kept_with(program, _shared, partial(_shared, ground.lies))
     outputs = {ground.lies.home[out] for out in program.outputs}
     items: list[OffloadItem] = []
     chosen: list[int] = []
@@ -167,8 +168,15 @@ def trace_of_ground(
             continue
 
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
+        spans = list(busy.get(number, ()))
+        # A result of the step is there in the end, although the host reads it before.
+        if number in outputs and number not in leave and not home and begin not in on_host:
+            last = max((k for k in range(begin, end) if k not in on_host), default=begin)
+            if last > begin:
+                spans.append((begin, last))
+            end = last + 1
         base[begin:end] -= storage.nbytes
-        held = _merged(busy.get(number, ()))
+        held = _merged(spans)
         used = {*uses, *host_uses}
         for span in held:
             used.update(span)
@@ -192,16 +200,7 @@ def trace_of_ground(
     return chosen, Trace(seconds, on_host, tuple(base.tolist()), tuple(items))
 
 
-def _changed(ground: Ground) -> dict[int, set[int]]:
-    """Storage -> the nodes that write to it."""
-    changed: dict[int, set[int]] = {}
-    for k, node in enumerate(ground.program.nodes):
-        for id in written(node):
-            changed.setdefault(ground.lies.home[id], set()).add(k)
-    return changed
-
-
-def _floor(ground: Ground, limit: int) -> int:
+def floor_bytes(ground: Ground, limit: int) -> int:
     """Bytes below which a storage is not worth a copy."""
     sizes = sorted(
         storage.nbytes for storage in ground.lies.storages if storage.tier == ground.tiers[0] and storage.inside is None
@@ -223,17 +222,20 @@ def _shared(found: StorageMap) -> set[int]:
     return shared
 
 
-def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, list[tuple[int, int]]]:
-    """Storage -> from where to where a started collective or copy reads or fills it; its result is `changed` where it
-    is waited for.
+def _use_of_storages(ground: Ground) -> tuple[Mapping[int, Collection[int]], Mapping[int, Sequence[tuple[int, int]]]]:
+    """(storage -> the nodes that write to it, storage -> from where to where a started collective or copy reads or
+    fills it).
 
-    Only the two ends are uses: a collective may run beside thousands of operators, and so many collectives may there
-    be.
+    What is started has its result where it is waited for. Only the two ends are uses: a collective may run beside
+    thousands of operators, and so many collectives may there be.
     """
     program, home = ground.program, ground.lies.home
+    changed: dict[int, set[int]] = {}
     started: dict[int, int] = {}  # result -> the node that started it
     busy: dict[int, list[tuple[int, int]]] = {}
     for k, node in enumerate(program.nodes):
+        for id in written(node):
+            changed.setdefault(home[id], set()).add(k)
         if (is_wire(node) or is_copy(node)) and node.target.endswith("_start"):
             started.update(dict.fromkeys(node.results, k))
         elif kind_of(node) == ("wait", False) and node.refs[0] in started:
@@ -242,7 +244,7 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, list[t
             changed.setdefault(home[result], set()).add(k)
             for id in (result, *program.nodes[begin].refs):
                 busy.setdefault(home[id], []).append((begin, k))
-    return busy
+    return changed, busy
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -342,7 +344,8 @@ class _Writer:
 
     def start(self, move: ScheduledCopy) -> None:
         storage = self.items[move.item]
-        self.drain({storage}, {storage})
+        # What is fetched leaves the copy on the host as it is, for those who only read it there.
+        self.drain({storage}, {storage} if move.kind == "store" else ())
         if _awaited(move) > move.start:
             self.tiered.start(storage, move.kind)
             if move.kind == "store":

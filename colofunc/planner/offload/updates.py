@@ -17,14 +17,15 @@ An update is one operator, or all that was traced of it: Muon's products of matr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import attrs
 
 from colofunc.ops.updates import is_in_place_update
-from colofunc.planner.offload.trace import Ground
+from colofunc.planner.offload.trace import Ground, floor_bytes
 from colofunc.program.facts import is_pointwise, kind_of, takes_device, written
-from colofunc.program.ir import Node
+from colofunc.program.ir import Node, kept_with
 from colofunc.program.passes.tiered import looks_only
 
 SPLITS = (0.0, 1.0, 0.5, 0.75)
@@ -37,15 +38,15 @@ LIGHT = frozenset({CAST, "aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"
 
 
 def splits(
-    ground: Ground, update: str | None, placed: Mapping[int, str | None], share: float | None, tried: Sequence[float],
-    seen: set[frozenset[int]],
+    ground: Ground, update: str | None, placed: Mapping[int, str | None], limit: int, share: float | None,
+    tried: Sequence[float], seen: set[frozenset[int]],
 ) -> Iterator[tuple[float, frozenset[int]]]:  # fmt: skip
     """Sets of nodes that run on the host: all updates but the last few, with the light work that only they read.
 
-    share: the only one that is asked for. tried: shares before, best first; then those between it and its neighbours.
-    seen: sets before.
+    limit: bytes of the device. share: the only one that is asked for. tried: shares before, best first; then those
+    between it and its neighbours. seen: sets before.
     """
-    updates = updates_of(ground)
+    updates = updates_of(ground) if update is not None else _worth_moving(ground, placed, limit)
     sizes = [one.nbytes for one in updates]
     total = sum(sizes)
     shares = (share,) if share is not None and update is None else _shares(update, sizes, tried)
@@ -65,6 +66,19 @@ def splits(
             yield part, on_host
 
 
+def _worth_moving(ground: Ground, placed: Mapping[int, str | None], limit: int) -> list[Update]:
+    """All updates but those whose state is too small for a copy, and so stays where it is.
+
+    On the host each of these would wait for copies that take a latency, whatever their size.
+    """
+    floor, storages = floor_bytes(ground, limit), ground.lies.storages
+    found = list[Update]()
+    for one in updates_of(ground):
+        if any(storages[number].nbytes >= floor or placed.get(number) == "host" for number in one.written):
+            found.append(one)
+    return found
+
+
 @attrs.frozen
 class Update:
     """What runs together to bring a parameter and its state up to date.
@@ -80,9 +94,12 @@ class Update:
 
 
 def updates_of(ground: Ground) -> list[Update]:
-    """All updates of a program, in the order in which they end.
+    """All updates of a program, in the order in which they end."""
+    return kept_with(ground.program, updates_of, partial(_updates_of, ground))
 
-    From each node that writes state the way back, as far as one update alone reads what is made. Two writers are one
+
+def _updates_of(ground: Ground) -> list[Update]:
+    """From each node that writes state the way back, as far as one update alone reads what is made. Two writers are one
     update where the one reads the new value that the other writes, as a parameter's update reads the new momentum.
     """
     program, home = ground.program, ground.lies.home

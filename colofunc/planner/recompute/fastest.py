@@ -137,11 +137,9 @@ def fit_recomputed(
         found = _bisect(orders, tried, budget_bytes, again_s, below_s)
         found += _rounded(proposed, tried, budget_bytes, below_s, found)
     else:
-        # What copies nothing takes little to count, and bounds what copies are searched for.
-        best_s = min(below_s, whole.more_s) if whole.fits(budget_bytes) else below_s
-        found = _unmoved(proposed, tried, budget_bytes, best_s)
-        best_s = min([best_s, *(f.more_s for f in found if f.fits(budget_bytes))])
-        found += fastest(orders, again_s, tried, whole, budget_bytes, plain_s, best_s)
+        found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s, below_s)
+        best_s = min([below_s, *(one.more_s for one in (whole, *found) if one.fits(budget_bytes))])
+        found += _unmoved(proposed, tried, budget_bytes, best_s)
     if ranks_differ:
         found += fastest_by_rank(proposed.of_ranks, len(orders), tried, whole, budget_bytes)
     found += _named(proposed, tried, (whole, *found), budget_bytes, below_s)

@@ -1,22 +1,26 @@
 """Among orders of work whose copies have to be searched for, the fastest: few are searched in full.
 
 Problem: what is made again saves copies, and what is copied saves making again, so each of hundreds of orders has to be
-scored with the copies that it needs, and one search for these takes seconds. Idea: two things are known for little.
-What an order makes again is a bound, because copies cannot give it back; and the choices that were best for another
-order (which updates run on the host, how much stays) give a sketch of its time. Sketches lead to the order around which
-time is least, and only the best of them are searched in full.
+scored with the copies that it needs, and one search for these takes seconds. Idea: the choices that were best for
+another order (which updates run on the host, how much stays) give a sketch of an order's time for little. From order to
+order more is made again and copies take less, until they take what they take for the leanest: from there on making more
+again only costs. So the best order is about the first that is as good as the leanest in this. It is looked for where it
+is expected, because what copies take goes with the memory that an order was found for, and only the best sketches are
+searched in full.
 
-    orders     0    1    2 ... 40 ... 80 ... 244          made again: 0 %, .1 %, .1 % ... 30 %
-    bound      all from 97 on make more again than copies cost where nothing is made again: never looked at
-    sketches   0, 24, 48, 72, 96; 30, 36, ... 66; 46, 48, 50
-    in full    48, 46
+    orders         0 ...  101 ...  150 ...  170 ...  256 ...  870
+    made again     0 %    2.7 %    3.8 %    4.3 %    6.3 %    29 %
+    copies        36 %    9.7 %    1.5 %   -1.3 %   -1.3 %    -1.3 %       less than nothing: the host takes work off
+    sketched              870, 256, 101, 150, 165, 169, 170
+    in full               170
 
-A sketch is off by about as much for one order as for the next, so those that were searched in full, of which the whole
-is one, say what to expect of the others.
+A sketch is off by about as much for one order as for the next, so those that were searched in full say what to expect of
+the others.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -83,6 +87,9 @@ class _Among:
         self.again_of = again_s
         self.again: dict[int, float] = {}
         self.sketches: dict[int, FinishedProgram] = {}
+        if whole.fits(budget) and not self.again_s(0):
+            self.sketches[0] = whole
+        self.least_s = 0.0  # of what copies take, where nothing more can be saved
 
     def run(self) -> list[FinishedProgram]:
         last = len(self.orders) - 1
@@ -90,72 +97,91 @@ class _Among:
         if low > last:
             return [self.tried(self.orders[last]())] if self.below_s == inf else []
         most_s = min(self.below_s, self.whole.more_s) if self.whole.fits(self.budget) else self.below_s
-        high = self._first(low, last, lambda k: self.again_s(k) >= most_s) - 1
-        # From where copies are hidden, less is faster.
-        if low <= high and self._hides(low):
-            high = low
-        # What was searched in full gains this beyond its sketch, or loses it: first as the whole does.
-        gain_s = -self._excess_s()
-        if -gain_s >= most_s:
-            return []  # an order that hides all copies would come to more, too
-        if low < high and self._hides(high):
-            high = self._first(low, high, self._hides, FINE * self.work_s)
-        self._search(low, high)
+        # The leanest order has the least to copy: of no other one do copies take less.
+        self.least_s = self._copying_s(last)
+        if self.again_s(low) + self.least_s >= most_s:
+            return []
+        self._search(low, last, most_s)
         found = list[FinishedProgram]()
+        gains_s = list[float]()  # of those that were searched in full, beyond their sketches
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
             fits = [fit for fit in found if fit.fits(self.budget)]
             best_s = min([most_s, *(fit.more_s for fit in fits)])
-            if best_s < inf and (len(fits) >= FULL or self.sketches[k].more_s - gain_s >= best_s):
+            expected_s = self.sketches[k].more_s - max(gains_s, default=0.0)
+            if best_s < inf and (len(fits) >= FULL or expected_s >= best_s):
                 break
-            if 0 < self.again_s(k) < best_s:  # one that makes nothing again is the whole, which was searched in full
+            if self.again_s(k) > 0:  # one that makes nothing again is the whole, which was searched in full
                 found.append(self.tried(self.orders[k]()))
-                gain_s = max(gain_s, self.sketches[k].more_s - found[-1].more_s)
+                gains_s.append(self.sketches[k].more_s - found[-1].more_s)
         return found
 
-    def _excess_s(self) -> float:
-        """By how much the whole, searched in full, takes longer than its own sketch says."""
-        if 0 not in self.sketches or self.again_s(0) > 0:
-            return 0.0
-        return max(0.0, self.whole.more_s - self.sketches[0].more_s)
-
-    def _search(self, low: int, high: int) -> None:
-        """Sketches: some that lie apart, then those half way between the best and its neighbours."""
-        for k in range(low, high + 1, max(1, (high - low) // 4)):
-            if self.sketches and self.again_s(k) >= self._best_s():
+    def _search(self, low: int, last: int, most_s: float) -> None:
+        """Sketches around the first order whose copies take no longer than those of the leanest, then half way between
+        the best and its neighbours.
+        """
+        before, behind = low, last
+        while self.again_s(behind) - self.again_s(before) > FINE * self.work_s:
+            k = self._expected(low, before, behind)
+            if k == before:
                 break
-            self.sketch(k)
-        while middles := [k for k in self._middles(low, high) if self.again_s(k) < self._best_s()]:
+            hides = self._at_least_s(k) >= self._best_s(most_s) or self._copying_s(k) <= self._hidden_s
+            before, behind = (before, k) if hides else (k, behind)
+        while middles := self._middles(low, last, most_s):
             for k in middles:
                 self.sketch(k)
 
-    def _middles(self, low: int, high: int) -> list[int]:
-        """Half way between the best sketch and the nearest ones on either side, where they are told apart."""
+    def _expected(self, low: int, before: int, behind: int) -> int:
+        """Between an order whose copies show and one that hides them, the one that is expected to hide them just so:
+        what they take goes with the memory that an order was found for.
+        """
+        given_bytes = self.orders[before].given_bytes
+        expected_bytes = (given_bytes + self.orders[behind].given_bytes) / 2
+        earlier = max((k for k in self.sketches if low <= k < before), default=None)
+        if earlier is not None:
+            saved_s = self._copying_s(earlier) - self._copying_s(before)
+            freed_bytes = self.orders[earlier].given_bytes - given_bytes
+            if saved_s > 0:
+                left_s = self._copying_s(before) - self._hidden_s
+                expected_bytes = max(expected_bytes, given_bytes - left_s * freed_bytes / saved_s)
+        k = bisect_left(range(behind), True, lo=before + 1, key=lambda k: self.orders[k].given_bytes <= expected_bytes)
+        return min(k, behind - 1)
+
+    def _middles(self, low: int, last: int, most_s: float) -> list[int]:
+        """Half way between the best sketch and the nearest ones on either side, where they are told apart and may be
+        better.
+        """
         best = min(self.sketches, key=self._rank, default=low)
         below = max((k for k in self.sketches if k < best), default=max(low - 1, -1))
-        above = min((k for k in self.sketches if k > best), default=high + 1)
+        above = min((k for k in self.sketches if k > best), default=last + 1)
         middles = list[int]()
         for one, other in ((below, best), (best, above)):
             middle = (one + other) // 2
-            apart_s = self.again_s(min(other, high)) - self.again_s(max(one, low))
-            if one < middle < other and low <= middle <= high and apart_s >= FINE * self.work_s:
-                middles.append(middle)
+            apart_s = self.again_s(min(other, last)) - self.again_s(max(one, low))
+            if one < middle < other and low <= middle <= last and apart_s >= FINE * self.work_s:
+                if self._at_least_s(middle) < self._best_s(most_s):
+                    middles.append(middle)
         return middles
 
-    def _best_s(self) -> float:
+    def _copying_s(self, k: int) -> float:
+        """By how much an order takes longer than what it makes again."""
+        return self.sketch(k).more_s - self.again_s(k)
+
+    @property
+    def _hidden_s(self) -> float:
+        return self.least_s + FINE * self.work_s
+
+    def _at_least_s(self, k: int) -> float:
+        """What an order takes longer at least."""
+        return self.again_s(k) + self.least_s
+
+    def _best_s(self, most_s: float) -> float:
         """Of the best sketch, if it fits."""
         best = self.sketches[min(self.sketches, key=self._rank)]
-        return best.more_s if best.fits(self.budget) else inf
+        return min(best.more_s, most_s) if best.fits(self.budget) else most_s
 
-    def _first(self, low: int, high: int, holds: Callable[[int], bool], alike_s: float = 0.0) -> int:
-        """The first of low..high for which something holds that holds for all behind it; high + 1 where for none.
-
-        alike_s: an order that makes at most so much more again does as well.
-        """
-        last, high = high, high + 1
-        while low < high and (high > last or self.again_s(high) - self.again_s(low) > alike_s):
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle + 1, high)
-        return low
+    def _first(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
+        """The first of low..high for which something holds that holds for all behind it; high + 1 where for none."""
+        return bisect_left(range(high + 1), True, lo=low, key=holds)
 
     def sketch(self, k: int) -> FinishedProgram:
         if k not in self.sketches:
@@ -164,10 +190,6 @@ class _Among:
 
     def _fits(self, k: int) -> bool:
         return self.sketch(k).fits(self.budget)
-
-    def _hides(self, k: int) -> bool:
-        """Whether an order fits and takes no more time than what it makes again."""
-        return self._fits(k) and self.sketch(k).more_s <= self.again_s(k)
 
     def again_s(self, k: int) -> float:
         if k not in self.again:

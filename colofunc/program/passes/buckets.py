@@ -8,9 +8,10 @@ collectives of the same kind, axes and dtype share one buffer where a latency co
 Gathers move up to the first of their bucket, whose operands are there already; reductions wait for the last of theirs,
 as long as nobody reads a result in between. A bucket is closed where its transfer takes many latencies, so that what
 follows can still overlap it. Collectives of an update that follow one another, as in a sum over several axes, are put
-side by side first, and what reads the results of a bucket may share one as well. The order is part of the program,
-hence the same on all ranks. Where a machine is said to run software that gathers a block at a time
-(`Software.blocks`), each block is a bucket, however large, and no bucket has members of two.
+side by side first, and what reads the results of a bucket may share one as well. A result of the step that is a small
+part of a bucket, as a loss among gradients, is copied out of it, so that who keeps it does not keep the bucket. The
+order is part of the program, hence the same on all ranks. Where a machine is said to run software that gathers a block
+at a time (`Software.blocks`), each block is a bucket, however large, and no bucket has members of two.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.targets import is_view
 from colofunc.program.cost import collective_of
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Program
+from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.loop import changed
 from colofunc.program.passes.merge import merge
 
@@ -88,7 +89,7 @@ def buckets(
         if node.loop is not None:
             inside = partial(_bucketed, mesh=mesh, apart=apart.get(node.outs, NONE), most=most)
             edit.change(index, loop=changed(node.loop, inside))
-    return _bucketed(edit.done(), mesh, apart.get((), NONE), most)
+    return _results_copied_out(_bucketed(edit.done(), mesh, apart.get((), NONE), most))
 
 
 def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> Program:
@@ -238,6 +239,55 @@ def _member(program: Program, index: int, mesh: Mesh, apart: frozenset[int]) -> 
     phase = node.phase if kind == "all_gather" else ""
     key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase, block)
     return _Member(key, nbytes, inf if is_whole or not beta_s else LATENCIES * alpha_s / beta_s)
+
+
+def _results_copied_out(program: Program) -> Program:
+    """The program with a copy of each result that lies in a bucket of which results are less than half.
+
+    It is made behind the last node that reads the bucket, where the bucket is let go of.
+    """
+    within: dict[int, list[int]] = {}  # bucket -> results of the program in it
+    for out in dict.fromkeys(program.outputs):
+        bucket = _bucket_of(program, out)
+        if bucket is not None:
+            within.setdefault(bucket, []).append(out)
+    edit = Editor(program)
+    copies: dict[int, int] = {}
+    for bucket, outs in within.items():
+        if 2 * sum(program.values[out].nbytes for out in outs) >= program.values[bucket].nbytes:
+            continue
+        behind = _last_read(program, bucket) + 1
+        for out in outs:
+            copies[out] = edit.new(program.values[out])
+            maker = program.makers[out]
+            copy = attrs.evolve(maker, target="aten.clone.default", args=(Ref(out),), kwargs=(), outs=(copies[out],))
+            edit.insert(behind, copy)
+    return edit.done(outputs=[copies.get(out, out) for out in program.outputs]) if copies else program
+
+
+def _bucket_of(program: Program, id: int) -> int | None:
+    """The buffer of which a value is a view, where several collectives share it."""
+    while (maker := program.makers.get(id)) is not None and _looks(maker):
+        id = maker.refs[0]
+    if maker is None or maker.target not in _KINDS:
+        return None
+    packs = program.makers.get(maker.refs[0])
+    return id if packs is not None and packs.target == "colofunc.pack" else None
+
+
+def _looks(node: Node) -> bool:
+    return is_view(node.target) or node.target == "colofunc.rearrange"
+
+
+def _last_read(program: Program, bucket: int) -> int:
+    """The last node that reads a bucket or a view of it."""
+    last, views = program.made_at[bucket], [bucket]
+    while views:
+        for reader in program.readers.get(views.pop(), ()):
+            last = max(last, reader)
+            if _looks(program.nodes[reader]):
+                views += program.nodes[reader].results
+    return last
 
 
 def _block_of(program: Program, index: int) -> str:

@@ -16,8 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
+import attrs
+
+from colofunc.mesh import Mesh
+from colofunc.ops.kernels import IN_ONE_CALL, PlannedKernel
 from colofunc.ops.update_lists import MANY
 from colofunc.program.aliases import aliases
+from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import has_wires, is_copy, rearrange_steps, written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import MemoryReport, lies, memory
@@ -179,9 +184,17 @@ def runs_of_updates(program: Program) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def calls_saved(program: Program) -> int:
-    """How many calls fewer it takes than there are updates."""
-    return sum(len(run) - 1 for run in runs_of_updates(program).values())
+def with_one_launch(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
+    """A local program whose updates have the seconds of a run: all but the first are launched with it."""
+    launch_s, changed = mesh.topology.device.launch_s, dict[int, Node]()
+    for run in runs_of_updates(program).values() if launch_s else ():
+        for index in run[1:]:
+            node = program.nodes[index]
+            seconds = max(0.0, node_s(node, program.values, mesh, rule_of) - launch_s)
+            changed[index] = attrs.evolve(node, kernel=PlannedKernel(IN_ONE_CALL, seconds, 0))
+    if not changed:
+        return program
+    return program.with_nodes(changed.get(index, node) for index, node in enumerate(program.nodes))
 
 
 def kind_of_update(node: Node, values: Mapping[int, Value]) -> Hashable | None:
