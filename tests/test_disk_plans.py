@@ -47,12 +47,12 @@ def both_ways(shape: dict[str, int], disk: int, budget: float, host: float, poli
 
 
 def test_what_is_on_the_device_depends_on_what_the_disk_takes() -> None:
-    after_s, fits, once_s, fits_too = both_ways(dict(layers=2, d=512, rows=512), disk=2, budget=0.55, host=0.7)
+    after_s, fits, once_s, fits_too = both_ways(dict(layers=2, d=512, rows=128), disk=2, budget=0.55, host=0.7)
     assert fits and fits_too and once_s < 0.95 * after_s
 
 
 def test_what_the_host_cannot_do_with_one_choice_it_may_with_another() -> None:
-    _, fits, _, fits_too = both_ways(dict(layers=2, d=512, rows=128), disk=1, budget=0.7, host=0.5)
+    _, fits, _, fits_too = both_ways(dict(layers=2, d=512, rows=2048), disk=1, budget=0.7, host=0.5)
     assert fits_too and not fits
 
 

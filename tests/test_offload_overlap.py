@@ -4,6 +4,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from test_chunks import LAYERS, agrees_to_the_byte, deep
 from test_executors import program
 
@@ -64,17 +65,20 @@ def with_a_host(nodes: Any, outputs: Any, shapes: Any, on_host: Any) -> Any:
     return ground, *trace_of_ground(ground, frozenset(on_host), {}, 1 << 30)
 
 
-def test_a_result_that_the_host_reads_is_on_the_device_to_the_end() -> None:
+@pytest.mark.parametrize("there", ["aten.sin.default", "aten.neg_.default"])
+def test_a_result_that_the_host_reads_or_changes_is_on_the_device_in_the_end(there: str) -> None:
     """It was counted up to where it is read last, and plans held more than their budget."""
-    shape = (1024, 1024)
-    nodes = [("aten.sin.default", (R(k),), (k + 1,)) for k in (0, 1, 0, 3, 4)]
-    nodes = [(name, args, (out + 1,)) for out, (name, args, _) in enumerate(nodes)]
-    ground, items, trace = with_a_host(nodes, [1, 2, 5], [shape] * 6, {1})
-    found = reside(trace, max(ground.held), ground.links)
-    written = write_copies(ground, frozenset({1}), items, trace, found)
-    assert memory(written).peak_bytes["device"] == found.peak_bytes
+    nodes = [("aten.sin.default", (R(0),), (1,)), (there, (R(1),), (2,))]
+    nodes += [("aten.sin.default", (R(k),), (k + 1,)) for k in (2, 3, 4)]
+    nodes[2] = ("aten.sin.default", (R(0),), (3,))
+    ground, items, trace = with_a_host(nodes, [1, 2, 5], [(1024, 1024)] * 6, {1})
     read = next(item for storage, item in zip(items, trace.items, strict=True) if storage == ground.lies.home[1])
-    assert read.host_uses == {1} and read.held == ((0, 4),)
+    assert read.host_uses == {1} and 4 in read.uses
+    assert read.held == (((0, 4),) if there == "aten.sin.default" else ())
+    budget = max(ground.held)
+    found = reside(trace, budget, ground.links)
+    written = write_copies(ground, frozenset({1}), items, trace, found)
+    assert memory(written).peak_bytes["device"] == found.peak_bytes <= budget
 
 
 def test_what_the_device_needs_again_does_not_wait_for_the_host_that_reads_it() -> None:

@@ -50,7 +50,7 @@ from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.messages import scalars_in_one_message
 from colofunc.program.passes.narrow_gradients import narrow_updates
-from colofunc.program.passes.one_call import updates_in_one_call
+from colofunc.program.passes.one_call import is_small_update, updates_in_one_call
 from colofunc.program.passes.squares import squares_in_one_pass
 from colofunc.program.passes.stage_sums import sums_within_stages
 from colofunc.program.places import distinct_ranks, same_as
@@ -230,7 +230,7 @@ class Completion:
         for search in self.searches:
             outermost = search is self.searches[-1]  # which knows what all of them cost
             finishing = Finishing(finish, below_s if outermost else inf)
-            finish = partial(_found_by, search, self._node_s, finishing, budget_bytes)
+            finish = partial(_found_by, search, self._search_s, finishing, budget_bytes)
         began = time.perf_counter()
         best = finish(local)
         if not self.keeps:
@@ -274,6 +274,13 @@ class Completion:
         ids = (*node.refs, *node.results)
         self.known[id(node)] = node, ids, tuple(map(values.__getitem__, ids)), seconds
         return seconds
+
+    def _search_s(self, node: Node, values: Mapping[int, Value]) -> float:
+        """Of a small update without its launch: such are called at once in the end."""
+        seconds = self._node_s(node, values)
+        if not is_small_update(node, values):
+            return seconds
+        return max(0.0, seconds - self.mesh.topology.device.launch_s)
 
     def _lowered(self, decided: Decisions) -> tuple[Program, Stages]:
         ins, outs, regather = decided.input_layouts, decided.output_layouts, decided.regather
@@ -345,9 +352,9 @@ class Completion:
 
     def _moved(self, done: Program, budget_bytes: int | None, like: Hint | None = None) -> Offloaded:
         """With the copies of all that write some, one behind the other."""
-        moved = [self.moves[0](done, self.mesh, self._node_s, budget_bytes, self.lies, like=like)]
+        moved = [self.moves[0](done, self.mesh, self._search_s, budget_bytes, self.lies, like=like)]
         for move in self.moves[1:]:
-            moved.append(move(moved[-1].program, self.mesh, self._node_s, budget_bytes, self.lies))
+            moved.append(move(moved[-1].program, self.mesh, self._search_s, budget_bytes, self.lies))
         if len(moved) == 1:
             return moved[0]
         words = tuple(word for one in moved for word in one.words)

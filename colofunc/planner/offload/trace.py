@@ -168,16 +168,18 @@ def trace_of_ground(
             continue
 
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
-        spans = list(busy.get(number, ()))
+        spans, used = list(busy.get(number, ())), {*uses, *host_uses}
         # A result of the step is there in the end, although the host reads it before.
         if number in outputs and number not in leave and not home and begin not in on_host:
-            last = max((k for k in range(begin, end) if k not in on_host), default=begin)
-            if last > begin:
-                spans.append((begin, last))
+            last = max(k for k in range(begin, end) if k not in on_host)
             end = last + 1
+            changed_there = max(on_host.intersection(changed.get(number, ())), default=-1)
+            if changed_there < 0 < last - begin:
+                spans.append((begin, last))
+            elif changed_there < last:
+                used.add(last)
         base[begin:end] -= storage.nbytes
         held = _merged(spans)
-        used = {*uses, *host_uses}
         for span in held:
             used.update(span)
         writes = set(changed.get(number, ()))

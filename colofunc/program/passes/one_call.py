@@ -53,10 +53,8 @@ def small_updates_in_one_call(program: Program, count: Callable[[Program], Memor
 
     Whoever reads what is updated still comes behind it, so no collective and no copy begins later.
     """
-    kinds = _kinds(program)
-    small: list[Hashable | None] = []
-    for node, kind in zip(program.nodes, kinds, strict=True):
-        small.append(kind if kind is not None and _is_small(node, program.values) else None)
+    values = program.values
+    small = [kind_of_update(node, values) if is_small_update(node, values) else None for node in program.nodes]
     return _in_one_call(program, small, count)
 
 
@@ -64,9 +62,13 @@ def _kinds(program: Program) -> list[Hashable | None]:
     return [kind_of_update(node, program.values) for node in program.nodes]
 
 
-def _is_small(update: Node, values: Mapping[int, Value]) -> bool:
-    """Whether all tensors of an update, with its gradient and its state, take at most `SMALL_BYTES`."""
-    return sum(values[ref].nbytes for ref in update.refs) <= SMALL_BYTES
+def is_small_update(node: Node, values: Mapping[int, Value]) -> bool:
+    """Whether a node is an update that may be called with others, and all its tensors, with its gradient and its state,
+    take at most `SMALL_BYTES`.
+    """
+    if kind_of_update(node, values) is None:
+        return False
+    return sum(values[ref].nbytes for ref in node.refs) <= SMALL_BYTES
 
 
 def _in_one_call(program: Program, kinds: list[Hashable | None], count: Callable[[Program], MemoryReport]) -> Program:
