@@ -30,6 +30,7 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh.device import device_of
 from colofunc.program.cost import seconds_on
 from colofunc.program.lanes import played
+from colofunc.program.passes.one_call import with_one_launch
 from colofunc.program.timed import Timed, timings
 from colofunc.spec.layout import Layout
 
@@ -102,8 +103,9 @@ def _told(mine: Any, watch: Watch | None) -> list[Any]:
 
 def step_s(low: Lowered, timed: Timed) -> float:
     """Seconds of a step of this program, by what was measured."""
-    model = seconds_on(low.priced, low.registry.rule)
-    return played(low.program, low.priced, partial(timed.node_s, model=model)).end_s
+    rule = low.registry.rule
+    program = with_one_launch(low.program, low.priced, rule)
+    return played(program, low.priced, partial(timed.node_s, model=seconds_on(low.priced, rule))).end_s
 
 
 def moved_leaves(
