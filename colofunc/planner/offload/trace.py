@@ -134,10 +134,10 @@ def trace_of_ground(
     """
     program, storages, (near, far) = ground.program, ground.lies.storages, ground.tiers
     count = len(program.nodes)
-    changed, busy = kept_with(program, _use_of_storages, partial(_use_of_storages, ground))
+    changed, busy = kept_with(program, (_use_of_storages, ground.lies), partial(_use_of_storages, ground))
     base = np.asarray(ground.held[:count], dtype=np.int64).copy()
     floor = floor_bytes(ground, limit)
-    shared = kept_with(program, _shared, partial(_shared, ground.lies))
+    shared = kept_with(program, (_shared, ground.lies), partial(_shared, ground.lies))
     outputs = {ground.lies.home[out] for out in program.outputs}
     items: list[OffloadItem] = []
     chosen: list[int] = []

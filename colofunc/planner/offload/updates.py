@@ -95,7 +95,7 @@ class Update:
 
 def updates_of(ground: Ground) -> list[Update]:
     """All updates of a program, in the order in which they end."""
-    return kept_with(ground.program, updates_of, partial(_updates_of, ground))
+    return kept_with(ground.program, (updates_of, ground.lies), partial(_updates_of, ground))
 
 
 def _updates_of(ground: Ground) -> list[Update]:
