@@ -22,10 +22,10 @@ from itertools import accumulate
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.ops.kernels import IN_ONE_CALL
 from colofunc.planner.plan import Plan
 from colofunc.planner.plan_terms import COMPUTE, LAUNCHES, MEMORY, ON_HOST, TermSeconds
 from colofunc.program.cost import RuleOf, collective_of, is_bound_by_memory
+from colofunc.program.facts import is_called_with_others
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import Busy, Lanes
 
@@ -66,10 +66,9 @@ def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Pl
             continue
         if id(node) not in bound:
             bound[id(node)] = is_bound_by_memory(node, body.values, mesh, rule_of)
-        is_launched = node.kernel is None or node.kernel.name != IN_ONE_CALL
-        launching_s = min(seconds, launch_s) if is_launched else 0.0
+        launching_s = 0.0 if is_called_with_others(node) else min(seconds, launch_s)
         add(busy, MEMORY if bound[id(node)] else COMPUTE, seconds - launching_s, 0.0)
-        if is_launched:
+        if launching_s:
             add(busy, LAUNCHES, launching_s, 0.0)
     rows = (TermSeconds(*key[:4], row[0], row[1], int(row[2]), key[4]) for key, row in found.items() if row[0])
     return tuple(sorted(rows, key=lambda row: -(row.seconds - row.hidden_s)))

@@ -19,6 +19,7 @@ from colofunc.errors import ProgramError
 from colofunc.ops import collectives, copies, debug, flat  # noqa: F401  which define the operators told apart here
 from colofunc.ops.define import OPERATORS, of_kind
 from colofunc.ops.facts import Facts
+from colofunc.ops.kernels import IN_ONE_CALL
 from colofunc.ops.pattern_words import factors_of
 from colofunc.ops.targets import is_view, overload
 from colofunc.ops.torch_facts import facts_of_torch, torch_targets
@@ -154,6 +155,11 @@ def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append((position, argument.name))
     return tuple(found)
+
+
+def is_called_with_others(node: Node) -> bool:
+    """Whether the clock takes a node for an update that one before it is called with (`one_call.with_one_launch`)."""
+    return node.kernel is not None and node.kernel.name == IN_ONE_CALL
 
 
 def written(node: Node) -> tuple[int, ...]:

@@ -33,10 +33,9 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import WAITS
-from colofunc.ops.kernels import IN_ONE_CALL
 from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, seconds_on
-from colofunc.program.facts import COPIES, WIRE, kind_of, kind_of_target, written
+from colofunc.program.facts import COPIES, WIRE, is_called_with_others, kind_of, kind_of_target, written
 from colofunc.program.host_seconds import host_seconds
 from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
@@ -427,7 +426,7 @@ class _Player:
 
     def _handed_s(self, node: Node, seconds: float) -> float:
         """In which the host hands out a node; of what a compiler fuses, or one call updates, the first alone."""
-        if node.kernel is not None and node.kernel.name == IN_ONE_CALL:
+        if is_called_with_others(node):
             return 0.0
         if seconds:
             return self.launch_s

@@ -19,8 +19,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.ops.kernels import IN_ONE_CALL
-from colofunc.program.facts import kind_of
+from colofunc.program.facts import is_called_with_others, kind_of
 from colofunc.program.ir import Node, Program, Value, map_refs
 
 NodeS = Callable[[Node, Mapping[int, Value]], float]
@@ -41,7 +40,7 @@ class Timed:
             return node.loop.trips * sum(self.node_s(inner, body.values, model) for inner in body.nodes)
         if kind_of(node) is not None:
             return model(node, values)
-        if node.kernel is not None and node.kernel.name == IN_ONE_CALL:  # what is measured is called by itself
+        if is_called_with_others(node):  # what is measured is called by itself
             return model(node, values) * self.ratio
         found = self.seconds.get(call(node, values))
         return model(node, values) * self.ratio if found is None else found

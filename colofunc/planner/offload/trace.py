@@ -169,15 +169,8 @@ def trace_of_ground(
 
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         spans, used = list(busy.get(number, ())), {*uses, *host_uses}
-        # A result of the step is there in the end, although the host reads it before.
         if number in outputs and number not in leave and not home and begin not in on_host:
-            last = max(k for k in range(begin, end) if k not in on_host)
-            end = last + 1
-            changed_there = max(on_host.intersection(changed.get(number, ())), default=-1)
-            if changed_there < 0 < last - begin:
-                spans.append((begin, last))
-            elif changed_there < last:
-                used.add(last)
+            end = _stays_as_result(begin, end, on_host, changed.get(number, ()), spans, used)
         base[begin:end] -= storage.nbytes
         held = _merged(spans)
         for span in held:
@@ -200,6 +193,27 @@ def trace_of_ground(
     if leave:
         seconds, on_host, base = (*seconds, 0.0), on_host | {count}, np.append(base, 0)
     return chosen, Trace(seconds, on_host, tuple(base.tolist()), tuple(items))
+
+
+def _stays_as_result(
+    begin: int,
+    end: int,
+    on_host: frozenset[int],
+    changed: Collection[int],
+    spans: list[tuple[int, int]],
+    used: set[int],
+) -> int:
+    """Where a result that the device makes at `begin` and the host reads ends to be an item: it is on the device in the
+    end, held from the begin (`spans`), or, where the host changes it, fetched for its last use (`used`).
+    """
+    last = max(k for k in range(begin, end) if k not in on_host)
+    changed_there = max(on_host.intersection(changed), default=-1)
+    if changed_there >= 0:
+        if changed_there < last:
+            used.add(last)
+    elif begin < last:
+        spans.append((begin, last))
+    return last + 1
 
 
 def floor_bytes(ground: Ground, limit: int) -> int:

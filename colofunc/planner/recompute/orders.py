@@ -157,9 +157,9 @@ class _Among:
         for one, other in ((below, best), (best, above)):
             middle = (one + other) // 2
             apart_s = self.again_s(min(other, last)) - self.again_s(max(one, low))
-            if one < middle < other and low <= middle <= last and apart_s >= FINE * self.work_s:
-                if self._at_least_s(middle) < self._best_s(most_s):
-                    middles.append(middle)
+            is_between = one < middle < other and low <= middle <= last
+            if is_between and apart_s >= FINE * self.work_s and self._at_least_s(middle) < self._best_s(most_s):
+                middles.append(middle)
         return middles
 
     def _copying_s(self, k: int) -> float:
