@@ -1,7 +1,7 @@
 """Completion: from what was decided to the program that one rank runs, finished and counted.
 
-    lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, delay_views, pack, in_place -> moves
-        -> narrow_updates, squares, one_call
+    lower -> passes -> early_shards -> alternatives -> kernels -> searches -> cut, reduce_early, delay_views, pack, in_place
+        -> moves -> narrow_updates, squares, one_call
 
 Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed,
 values made again, copies written, everything counted. Idea: one record has all that happens to a program once its plan
@@ -47,6 +47,7 @@ from colofunc.program.passes.buckets import BucketLimit, buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import delay_views, reduce_early
 from colofunc.program.passes.cut import cut, to_be_cut
+from colofunc.program.passes.early_shards import early_shards
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.messages import scalars_in_one_message
 from colofunc.program.passes.narrow_gradients import narrow_updates
@@ -288,7 +289,7 @@ class Completion:
         def lowered(program: Program) -> Program:
             return lower(program, decided.choices, ins, outs, self.mesh, record_local, regather, placing=self.placing)
 
-        passes = Pass("lower", lowered, optional=False), *self.passes
+        passes = Pass("lower", lowered, optional=False), *self.passes, Pass("early_shards", early_shards)
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
 
     def _completed(self, local: Program, bucket_bytes: float) -> PackedProgram:

@@ -29,8 +29,8 @@ from colofunc.program.ir import Program
 from colofunc.program.text import text
 
 REWRITES = (
-    "kernels", "searches", "reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates", "squares",
-    "one_call", "order",
+    "early_shards", "kernels", "searches", "reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates",
+    "squares", "one_call", "order",
 )  # fmt: skip
 """Passes of our own that can be left out: a program is right without them, only slower or larger."""
 OURS = frozenset((

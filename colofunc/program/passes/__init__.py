@@ -21,6 +21,7 @@ collectives
   buckets, merge                many small ones as one
   chunks, packing               flat buffers of parameters
 memory
+  early_shards                  parts of what forward gathered, in place of all of it
   recompute, tiered             values made again for backward; copies between tiers
   inplace, reuse                state written where it lies; results written over operands
 when and how it runs
