@@ -11,14 +11,13 @@ function itself gives on one device, the modes' signatures are there, and memory
 - no simulated rank ever holds more than the budget, and the most that one holds is what the plan says, to the byte; so is
   every other position of the program, in both tiers;
 - `offload`: state lies on the host, and something that forward made goes there and comes back;
-- `checkpoint`: some operator of the forward pass runs more often than without it.
+- `checkpoint`: some operator of the forward pass runs again for backward.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,8 +29,8 @@ from matrix import Cell, known_of, signature, staged, step_of
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
+from colofunc.program.passes.recompute import AGAIN
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -105,7 +104,7 @@ def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[...,
             raise
         return Found(0.0, known[0].why)
     within, budget, low = _tightest(some, step, state, batch, whole)
-    wrong = [*signature(some.cell, low), *shown(MEMORY[some.column], low, whole.program), *held(within, low, state, batch, budget)]
+    wrong = [*signature(some.cell, low), *shown(MEMORY[some.column], low), *held(within, low, state, batch, budget)]
     assert not wrong, f"{some} on {some.cell.sizes}: " + "; ".join(wrong) + f"\n{low.plan}"
     asked, _ = _budgets(some, whole)
     return Found(compare(within, state, batch).worst, share=budget / whole.memory().peak_bytes["device"], least=budget > asked)
@@ -142,7 +141,7 @@ def _tightest(some: Narrow, step: Any, state: Any, batch: Any, without: Any) -> 
         within = memory.within(base, budget)
         try:
             low = within.lower(state, batch)
-            if not memory.again or is_made_again(low.program, without.program):
+            if not memory.again or is_made_again(low.program):
                 return within, budget, low
             # A leaner way to run the same keeps to the budget by itself (a sum over microbatches that is reduced in
             # each): the share is taken of what that one holds.
@@ -171,7 +170,7 @@ def held(within: Any, low: Any, state: Any, batch: Any, budget: int) -> list[str
     return wrong
 
 
-def shown(memory: Memory, low: Any, whole: Program) -> list[str]:
+def shown(memory: Memory, low: Any) -> list[str]:
     """What a column does not show; empty if all is there."""
     wrong = []
     if memory.away:
@@ -180,13 +179,13 @@ def shown(memory: Memory, low: Any, whole: Program) -> list[str]:
         made = memory.again or any(_goes_and_comes(p) for p in _programs(low.program))
         wrong += [] if made else ["nothing that is made goes to the host"]
     if memory.again:
-        wrong += [] if is_made_again(low.program, whole) else ["nothing is made again"]
+        wrong += [] if is_made_again(low.program) else ["nothing is made again"]
     return wrong
 
 
-def is_made_again(program: Program, whole: Program) -> bool:
-    """Whether some operator of forward runs more often than in `whole`."""
-    return bool(_work(program) - _work(whole))
+def is_made_again(program: Program) -> bool:
+    """Whether some operator runs once more for backward, as the search says of it."""
+    return any(node.note.startswith(AGAIN) for each in _programs(program) for node in each.nodes)
 
 
 def _goes_and_comes(program: Program) -> bool:
@@ -201,16 +200,6 @@ def _goes_and_comes(program: Program) -> bool:
 def _programs(program: Program) -> list[Program]:
     """A program and the bodies of its loops."""
     return [program, *(p for node in program.nodes if node.loop is not None for p in _programs(node.loop.body))]
-
-
-def _work(program: Program) -> Counter[tuple[str, str]]:
-    """How often each operator of each module runs in forward."""
-    return Counter(
-        (node.target, node.path)
-        for each in _programs(program)
-        for node in each.nodes
-        if node.phase == "forward" and node.loop is None and not is_copy(node) and node.target != "colofunc.wait"
-    )
 
 
 # ---- which cells ----

@@ -84,6 +84,6 @@ def test_a_column_that_does_nothing_is_seen() -> None:
     low = plain.lower(state, batch)
     whole = low.memory().peak_bytes["device"]
     for column in MEMORY.values():
-        assert shown(column, low, low.program)
+        assert shown(column, low)
     assert any("the budget is" in line for line in held(plain, low, state, batch, whole - 1))
     assert not any("counted" in line for line in held(plain, low, state, batch, whole))

@@ -106,6 +106,31 @@ def test_two_shards_that_are_no_less_than_the_whole_leave_it():
     assert targets(early_shards(both)) == targets(both)
 
 
+def test_a_copy_that_would_stand_at_the_top_of_forward_is_not_made():
+    """Nothing runs between the last reader and the shard, so that the whole would be held with the copy of its part."""
+    total = ("aten.sum.default", (R(1),), (2,))
+    p = with_phases([GATHER, total, MOVE, TAKE, ("aten.sum.default", (R(4),), (5,))], [2, 5], 2, [*SHAPES[:2], (), *SHAPES[3:5], ()])
+    assert targets(early_shards(p)) == targets(p)
+
+
+def test_what_a_move_has_copied_is_no_part_of_the_whole():
+    """Of four gathered shards two are copied in another order; both are read in backward, so that nothing is saved."""
+    nodes = [
+        ("colofunc.all_gather", (R(0), ("dp", "tp"), 4), (1,)),
+        ("aten.slice.Tensor", (R(1), 0, 0, 2), (2,)),
+        ("colofunc.rearrange", (R(2), "a (b c) -> b (a c)", ("b",), (2,)), (3,)),
+        ("aten.sum.default", (R(3),), (4,)),
+        ("aten.relu.default", (R(0),), (9,)),
+        ("colofunc.take_shard", (R(3), ("tp",), 2), (5,)),
+        ("colofunc.take_shard", (R(3), ("dp",), 2), (6,)),
+        ("aten.sum.default", (R(5),), (7,)),
+        ("aten.sum.default", (R(6),), (8,)),
+    ]
+    p = with_phases(nodes, [4, 7, 8, 9], 5, [(ROWS,), (4, ROWS), (2, ROWS), (2, ROWS), (), (ROWS,), (ROWS,), (), (), (ROWS,)])
+    check_program(p, MESH)
+    assert targets(early_shards(p)) == targets(p)
+
+
 CELLS = [Cell(tensor="2d"), Cell(tensor="2d", extra="accumulate"), Cell(tensor="2.5d", ranks=8), Cell("zero3", "2d", ranks=8)]
 
 
@@ -116,8 +141,19 @@ def test_steps_are_equal_with_every_shard_taken_early(cell: Cell, monkeypatch: p
     with cf.testing.float64():
         state, batch = doubled_inside((state, batch))
         staged = matrix.staged(cell, step)
-        assert _copies(staged.lower(state, batch).program)
+        low = staged.lower(state, batch)
+        assert _copies(low.program)
+        assert str(low.compare(state, batch)).startswith("equal")
         assert cf.testing.check(staged, state, batch).worst < 1e-10
+
+
+def test_what_is_made_again_needs_no_shard_from_forward(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    step, state, batch = step_of("dense", "", "float64", 2)
+    for policy, are_copied in (("everything", True), ("nothing", False)):
+        low = cf.checkpoint(matrix.staged(Cell(tensor="2d"), step), policy=policy).lower(state, batch)
+        assert bool(_copies(low.program)) == are_copied
+        assert not [n for n in low.program.nodes if n.target == "aten.clone.default" and n.outs[0] not in low.program.last_uses]
 
 
 @pytest.mark.parametrize("column", ["checkpoint", "offload", "both"])

@@ -1,7 +1,7 @@
 """Completion: from what was decided to the program that one rank runs, finished and counted.
 
-    lower -> passes -> early_shards -> alternatives -> kernels -> searches -> cut, reduce_early, delay_views, pack, in_place
-        -> moves -> narrow_updates, squares, one_call
+    lower -> passes -> alternatives -> kernels -> searches
+        -> early_shards, cut, reduce_early, delay_views, pack, in_place -> moves -> narrow_updates, squares, one_call
 
 Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed,
 values made again, copies written, everything counted. Idea: one record has all that happens to a program once its plan
@@ -289,7 +289,7 @@ class Completion:
         def lowered(program: Program) -> Program:
             return lower(program, decided.choices, ins, outs, self.mesh, record_local, regather, placing=self.placing)
 
-        passes = Pass("lower", lowered, optional=False), *self.passes, Pass("early_shards", early_shards)
+        passes = Pass("lower", lowered, optional=False), *self.passes
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
 
     def _completed(self, local: Program, bucket_bytes: float) -> PackedProgram:
@@ -307,6 +307,7 @@ class Completion:
         if to_be_cut(local):
             passes.insert(0, Pass("cut", cut, optional=False))
             passes.append(Pass("stage_sums", sums_within_stages, optional=False))
+        passes.insert(0, Pass("early_shards", early_shards))
         passes += [
             Pass("pack", packed),
             Pass("messages", scalars_in_one_message),

@@ -29,7 +29,7 @@ from colofunc.program.ir import Program
 from colofunc.program.text import text
 
 REWRITES = (
-    "early_shards", "kernels", "searches", "reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates",
+    "kernels", "searches", "early_shards", "reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates",
     "squares", "one_call", "order",
 )  # fmt: skip
 """Passes of our own that can be left out: a program is right without them, only slower or larger."""

@@ -8,18 +8,19 @@ part of it would do. Idea: take the shard behind the last reader in forward, as 
         ->  all_gather  linear  clone(take_shard(%g)) | ...  linear_dw
 
 A copy of one shard takes little beside the collective that gathered all of them. OPT-30B on 2 x 4 ranks holds 8.4 GB
-less by it.
+less by it. It comes behind the search for what is made again: a whole that backward makes anew is held by nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import attrs
 
 from colofunc.program.editor import Editor
-from colofunc.program.facts import kind_of, may_alias
+from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.memory import StorageMap, lies, memory
 from colofunc.program.passes.loop import change_bodies
 
 LEAST_BYTES = 1 << 20
@@ -28,10 +29,13 @@ LEAST_BYTES = 1 << 20
 
 @attrs.frozen
 class _Chain:
-    """Positions of the layout moves in front of a shard, and of the shard itself, last; the value that they begin at."""
+    """Positions of the layout moves in front of a shard, and of the node that takes it, last; the value that they begin
+    at, and the shard.
+    """
 
     nodes: tuple[int, ...]
     source: int
+    shard: int
 
 
 def early_shards(program: Program) -> Program:
@@ -43,20 +47,28 @@ def _early(program: Program) -> Program:
     chains = list(_chains(program))
     if not chains:
         return program
-    group_of = _groups(program, {chain.nodes[-1] for chain in chains})
-    last_of = _last_uses(program, group_of, {k for chain in chains for k in chain.nodes})
-    chains_of: dict[int, list[_Chain]] = {}
+    found = lies(program)
+    chains_of: dict[int, list[_Chain]] = {}  # by the storage that a shard is a part of
     for chain in chains:
-        chains_of.setdefault(group_of.get(chain.source, chain.source), []).append(chain)
+        if found.home[chain.shard] == found.home[chain.source]:
+            chains_of.setdefault(found.home[chain.source], []).append(chain)
+    last_of = _last_uses(program, found, [chain for of_one in chains_of.values() for chain in of_one])
 
     edit = Editor(program)
-    for group, of_group in chains_of.items():
-        last = last_of.get(group, len(program.nodes))
-        later = all(last < chain.nodes[0] for chain in of_group)
-        if later and program.nodes[last].phase == "forward" and _saved_bytes(program, group, of_group) >= LEAST_BYTES:
-            for chain in of_group:
+    changed = False
+    for storage, of_one in chains_of.items():
+        last = last_of.get(storage, len(program.nodes))
+        is_later = all(last < chain.nodes[0] for chain in of_one)
+        saved_bytes = found.storages[storage].nbytes - sum(program.values[chain.shard].nbytes for chain in of_one)
+        if is_later and program.nodes[last].phase == "forward" and saved_bytes >= LEAST_BYTES:
+            changed = True
+            for chain in of_one:
                 _take(edit, chain, last)
-    return edit.done()
+    if not changed:
+        return program
+    early = edit.done()
+    # Where the shard is copied, both are there: of a single one that may be the most that forward ever holds.
+    return early if _held_in_forward(early) <= _held_in_forward(program) else program
 
 
 def _chains(program: Program) -> Iterator[_Chain]:
@@ -72,39 +84,33 @@ def _chains(program: Program) -> Iterator[_Chain]:
             if before < 0 or program.nodes[before].target != "colofunc.rearrange":
                 break
             nodes, source = (before, *nodes), program.nodes[before].refs[0]
-        yield _Chain(nodes, source)
+        yield _Chain(nodes, source, node.results[0])
 
 
-def _groups(program: Program, apart: set[int]) -> dict[int, int]:
-    """Value -> the first value of the memory that it may lie in; results of nodes `apart` have their own."""
-    group_of: dict[int, int] = {}
-    for index, node in enumerate(program.nodes):
-        if may_alias(node) and node.refs and index not in apart:
-            group = group_of.get(node.refs[0], node.refs[0])
-            group_of.update(dict.fromkeys(node.results, group))
-    return group_of
-
-
-def _last_uses(program: Program, group_of: dict[int, int], without: set[int]) -> dict[int, int]:
-    """Group -> the last node that makes or reads any of its values, nodes `without` left out; none for what is there
-    from the start or leaves the program.
+def _last_uses(program: Program, found: StorageMap, chains: Sequence[_Chain]) -> Mapping[int, int]:
+    """Storage -> the last node that makes or reads any of its values, but for `chains` and what reads their shards; none
+    for what is there from the start or leaves the program.
     """
+    moved = {k for chain in chains for k in chain.nodes}
+    of_shards = _with_views(program, found, {chain.shard for chain in chains})
     last_of: dict[int, int] = {}
     for index, node in enumerate(program.nodes):
-        if index not in without:
+        if index not in moved:
             for id in (*node.refs, *node.results):
-                last_of[group_of.get(id, id)] = index
+                if id not in of_shards:
+                    last_of[found.home[id]] = index
     for id in (*program.inputs, *program.outputs):
-        last_of.pop(group_of.get(id, id), None)
+        if id not in of_shards:
+            last_of.pop(found.home[id], None)
     return last_of
 
 
-def _saved_bytes(program: Program, group: int, chains: Sequence[_Chain]) -> int:
-    taken_bytes = 0
-    for chain in chains:
-        (shard,) = program.nodes[chain.nodes[-1]].results
-        taken_bytes += program.values[shard].nbytes
-    return program.values[group].nbytes - taken_bytes
+def _with_views(program: Program, found: StorageMap, ids: Set[int]) -> Set[int]:
+    """These values and all views of them."""
+    seen = set(ids)
+    for node in program.nodes:
+        seen.update(out for out in node.results if found.base_of.get(out) in seen)
+    return seen
 
 
 def _take(edit: Editor, chain: _Chain, last: int) -> None:
@@ -112,10 +118,22 @@ def _take(edit: Editor, chain: _Chain, last: int) -> None:
     program = edit.program
     phase = program.nodes[last].phase
     moved = [attrs.evolve(program.nodes[k], phase=phase) for k in chain.nodes]
-    (shard,) = moved[-1].results
-    view = edit.new(program.values[shard], layout=None)
-    moved[-1] = attrs.evolve(moved[-1], outs=(view,))
-    copy = Node("aten.clone.default", (Ref(view),), (), (shard,), phase, moved[-1].path, moved[-1].line, on=moved[-1].on)
+    taking = moved[-1]
+    view = edit.new(program.values[chain.shard])
+    # The view is the copy of the global value, the copy of that a temporary: it is no state that is written later.
+    edit.values[chain.shard] = attrs.evolve(program.values[chain.shard], of=None)
+    moved[-1] = attrs.evolve(taking, outs=(view,))
+    note = "the whole is let go of"
+    copy = Node(
+        "aten.clone.default", (Ref(view),), (), (chain.shard,), phase, taking.path, taking.line, note, on=taking.on
+    )
     edit.insert(last + 1, *moved, copy)
     for k in chain.nodes:
         edit.drop(k)
+
+
+def _held_in_forward(program: Program) -> int:
+    """The most bytes on the device while forward runs."""
+    held = memory(program).timeline["device"]
+    forward = (held_bytes for held_bytes, node in zip(held, program.nodes, strict=False) if node.phase == "forward")
+    return max(forward, default=0)
