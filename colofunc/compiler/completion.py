@@ -303,11 +303,13 @@ class Completion:
             program, apart = chunked(program, chunks)
             return buckets(program, self.mesh, apart, most)
 
-        passes = [Pass("reduce_early", reduce_early), Pass("delay_views", delay_views)]
-        if to_be_cut(local):
-            passes.insert(0, Pass("cut", cut, optional=False))
+        is_cut = to_be_cut(local)
+        passes = [Pass("early_shards", early_shards)]
+        if is_cut:
+            passes.append(Pass("cut", cut, optional=False))
+        passes += [Pass("reduce_early", reduce_early), Pass("delay_views", delay_views)]
+        if is_cut:
             passes.append(Pass("stage_sums", sums_within_stages, optional=False))
-        passes.insert(0, Pass("early_shards", early_shards))
         passes += [
             Pass("pack", packed),
             Pass("messages", scalars_in_one_message),
