@@ -27,8 +27,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 from torch._subclasses import FakeTensorMode
 
-from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.aliases import aliases
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.recompute import Replay
 
@@ -102,7 +102,7 @@ class _Seconds(CustomRuntimeEstimator):
     """For the partitioner's knapsack: what a node costs in the common model."""
 
     program: Program
-    node_s: NodeS
+    node_s: NodeSeconds
 
     def __call__(self, node: fx.Node) -> float:
         return self.node_s(self.program.nodes[int(node.name.removeprefix("n").split("_")[0])], self.program.values)
@@ -111,7 +111,7 @@ class _Seconds(CustomRuntimeEstimator):
         """Nothing is cached."""
 
 
-def partitioned(program: Program, node_s: NodeS, budget: float) -> Program:
+def partitioned(program: Program, node_s: NodeSeconds, budget: float) -> Program:
     """The order that `activation_memory_budget` = `budget` makes: what is not saved is made again when backward first reads it."""
     module, count = joint(program)
     with config.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator=_Seconds(program, node_s), cse=False):

@@ -23,7 +23,7 @@ from bench.memory_plans import adamw, gpt
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
 from colofunc.planner.candidate import Finish, FinishedProgram
-from colofunc.planner.recompute.stages import NodeS
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 
 DEVICE = "a100-40g"
@@ -82,7 +82,7 @@ def others(
     step, state, batch = args
     found: dict[str, list[Point]] = {"kept": [], "partitioner": [], "sequential": []}
 
-    def refit(program: Program, node_s: NodeS, finish: Finish, _: int | None) -> tuple[FinishedProgram, FinishedProgram]:
+    def refit(program: Program, node_s: NodeSeconds, finish: Finish, _: int | None) -> tuple[FinishedProgram, FinishedProgram]:
         def note(kind: str, how: str, order: Program) -> FinishedProgram:
             done = finish(order)
             found[kind].append(Point(how, done.peak_bytes, sum(node_s(node, done.program.values) for node in done.program.nodes)))

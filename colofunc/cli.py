@@ -38,11 +38,13 @@ from colofunc.version import __version__
 
 app = typer.Typer(add_completion=False)
 
-Target = Annotated[str, typer.Argument(help="script.py:NAME, the step or a function that returns (step, state, batch)")]
-Device = Annotated[str, typer.Option(help="a device such as a100-40g: one, or as many as the mesh has ranks")]
-Machine = Annotated[str, typer.Option(help="a machine such as 8xa100-80g, or a .json file of a measured one")]
-Axes = Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")]
-Budget = Annotated[
+TargetArgument = Annotated[
+    str, typer.Argument(help="script.py:NAME, the step or a function that returns (step, state, batch)")
+]
+DeviceOption = Annotated[str, typer.Option(help="a device such as a100-40g: one, or as many as the mesh has ranks")]
+MachineOption = Annotated[str, typer.Option(help="a machine such as 8xa100-80g, or a .json file of a measured one")]
+AxesOption = Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")]
+BudgetOption = Annotated[
     str, typer.Option(help="device memory of a rank, such as 40GiB or 0.5; default: what is left for tensors")
 ]
 Host = Annotated[
@@ -51,29 +53,31 @@ Host = Annotated[
 Disk = Annotated[
     str, typer.Option(help="a disk of a node: 2TB, 2TB,7GB/s,5GB/s (read, write) or a directory; default: none")
 ]
-Within = Annotated[str, typer.Option(help="what may be done to meet the budget")]
-Pipeline = Annotated[int, typer.Option(help="ranks of a pipeline: an axis pp beside those of the mesh")]
-Schedule = Annotated[str, typer.Option(help="the pipeline's schedule, such as 1f1b, zb-h1, zb-v or auto")]
-Microbatches = Annotated[
+WithinOption = Annotated[str, typer.Option(help="what may be done to meet the budget")]
+PipelineOption = Annotated[int, typer.Option(help="ranks of a pipeline: an axis pp beside those of the mesh")]
+ScheduleOption = Annotated[str, typer.Option(help="the pipeline's schedule, such as 1f1b, zb-h1, zb-v or auto")]
+MicrobatchesOption = Annotated[
     str, typer.Option(help="parts of a batch that follow one another through the pipeline, or auto")
 ]
-Example = Annotated[str, typer.Option(help="the function that returns (state, batch); default: example or inputs")]
-Picture = Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")]
-Trace = Annotated[str, typer.Option(help="write a Chrome trace to this .json file")]
-Save = Annotated[str, typer.Option(help="write the plan to this .json file, for step.with_plan")]
-Rows = Annotated[int, typer.Option(min=0, help="how many of the dearest decisions to show")]
-Version = Annotated[bool, typer.Option("--version", help="the versions of colofunc, torch and Python")]
-Kinds = Annotated[
+ExampleOption = Annotated[
+    str, typer.Option(help="the function that returns (state, batch); default: example or inputs")
+]
+PictureOption = Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")]
+TraceOption = Annotated[str, typer.Option(help="write a Chrome trace to this .json file")]
+SaveOption = Annotated[str, typer.Option(help="write the plan to this .json file, for step.with_plan")]
+RowsOption = Annotated[int, typer.Option(min=0, help="how many of the dearest decisions to show")]
+VersionOption = Annotated[bool, typer.Option("--version", help="the versions of colofunc, torch and Python")]
+KindsOption = Annotated[
     list[str] | None, typer.Argument(metavar="[cpu] [cuda]", help="kinds of devices, of none given the CPU")
 ]
-Folder = Annotated[
+FolderOption = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="a folder that a wheel takes along: make wheel NATIVE=cpu"),
 ]
 
 
 @app.callback(invoke_without_command=True)
-def options(context: typer.Context, version: Version = False) -> None:
+def options(context: typer.Context, version: VersionOption = False) -> None:
     """Plans of training and inference steps, without the machine."""
     if version:
         typer.echo(f"colofunc {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
@@ -85,22 +89,22 @@ def options(context: typer.Context, version: Version = False) -> None:
 
 @app.command()
 def plan(
-    target: Target,
-    device: Device = "",
-    topology: Machine = "",
-    mesh: Axes = "",
-    budget: Budget = "",
+    target: TargetArgument,
+    device: DeviceOption = "",
+    topology: MachineOption = "",
+    mesh: AxesOption = "",
+    budget: BudgetOption = "",
     host: Host = "",
     disk: Disk = "",
-    within: Within = "checkpoint,offload",
-    pp: Pipeline = 0,
-    schedule: Schedule = "",
-    microbatches: Microbatches = "",
-    example: Example = "",
-    picture: Picture = "",
-    trace: Trace = "",
-    save: Save = "",
-    rows: Rows = 12,
+    within: WithinOption = "checkpoint,offload",
+    pp: PipelineOption = 0,
+    schedule: ScheduleOption = "",
+    microbatches: MicrobatchesOption = "",
+    example: ExampleOption = "",
+    picture: PictureOption = "",
+    trace: TraceOption = "",
+    save: SaveOption = "",
+    rows: RowsOption = 12,
 ) -> None:
     """Trace and plan a step for a machine that need not be here.
 
@@ -139,7 +143,7 @@ def devices() -> None:
 
 
 @app.command()
-def native(kinds: Kinds = None, into: Folder = None) -> None:
+def native(kinds: KindsOption = None, into: FolderOption = None) -> None:
     """Compile kernels into the cache folder, as the first use of one would: for images and clusters."""
     try:
         for kind in kinds or ["cpu"]:

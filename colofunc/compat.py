@@ -560,12 +560,12 @@ _FLEX_OPTIONS = {
 }  # fmt: skip
 _flex: Any = torch.ops.higher_order
 
-Buffers = tuple[torch.Tensor, ...]
+FlexBuffers = tuple[torch.Tensor, ...]
 
 
 def flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
-    score_buffers: Buffers, mask_buffers: Buffers,
+    score_buffers: FlexBuffers, mask_buffers: FlexBuffers,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse / ln 2) of the operator behind FlexAttention.
 
@@ -579,7 +579,7 @@ def flex_attention(
 def flex_attention_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
     grad_lse: torch.Tensor | None, score: Callable[..., Any], score_gradients: Callable[..., Any], block_mask: tuple[Any, ...],
-    scale: float, score_buffers: Buffers, mask_buffers: Buffers,
+    scale: float, score_buffers: FlexBuffers, mask_buffers: FlexBuffers,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv); `lse` and its gradient count in base 2."""
     told = (score, score_gradients, block_mask, scale, dict(_FLEX_OPTIONS), score_buffers, mask_buffers)

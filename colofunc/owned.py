@@ -21,7 +21,7 @@ from typing import Any
 
 from colofunc.errors import ColofuncError
 
-Files = Mapping[str, int | None]
+OwnFiles = Mapping[str, int | None]
 
 MARK_WITHIN_BYTES = 64
 A_FOLDER = "a folder, such as 'run/step-100'"
@@ -99,7 +99,7 @@ def check_own_kind(
         raise kind(f"{what}: {said}; it was not touched. Give another name")
 
 
-def foreign(folder: Path, ours: Files) -> list[str]:
+def foreign(folder: Path, ours: OwnFiles) -> list[str]:
     """The names in a folder that are not ours, in order; none where there is no such folder."""
     if not os.path.lexists(folder):
         return []
@@ -107,7 +107,7 @@ def foreign(folder: Path, ours: Files) -> list[str]:
     return [name for name in names if name not in ours or not is_ours(folder / name, ours[name])]
 
 
-def remove(folder: Path, ours: Files, last: str = "") -> bool:
+def remove(folder: Path, ours: OwnFiles, last: str = "") -> bool:
     """Remove our files, `last` behind the others, then the folder if nothing else is in it; whether it is gone."""
     folder_fd = open_folder(folder)
     try:
@@ -119,7 +119,7 @@ def remove(folder: Path, ours: Files, last: str = "") -> bool:
     return not folder.exists()
 
 
-def remove_files(folder_fd: int, ours: Files, last: str = "") -> None:
+def remove_files(folder_fd: int, ours: OwnFiles, last: str = "") -> None:
     """Remove our files from a folder that is open, `last` behind the others."""
     for name in sorted(ours, key=lambda name: name == last):
         if is_ours(name, ours[name], folder_fd):

@@ -28,7 +28,7 @@ AFTER_S, EVERY_S = 2.0, 0.5
 """The line comes after so many seconds, and is written anew at most this often."""
 
 T = TypeVar("T")
-Step = tuple[int, int | None]
+ProgressStep = tuple[int, int | None]
 """Which one it is, of how many; None: nobody knows."""
 
 
@@ -38,7 +38,7 @@ class _Line:
 
     what: str
     began: float
-    steps: dict[str, Step] = attrs.field(factory=dict)
+    steps: dict[str, ProgressStep] = attrs.field(factory=dict)
 
     def drop_behind(self, noun: str) -> None:
         """Forget what loops inside this one have noted."""

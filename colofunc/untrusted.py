@@ -30,7 +30,7 @@ import attrs
 from colofunc.errors import near
 
 T = TypeVar("T")
-Make = Callable[[Any, str], Any]
+MakeField = Callable[[Any, str], Any]
 
 MOST_BYTES = 1 << 30
 MOST_INT = (1 << 63) - 1
@@ -94,7 +94,7 @@ def check(kind: Any, data: Any, where: str) -> Any:
 
 
 @cache
-def _maker(kind: Any, infinity: str) -> Make:
+def _maker(kind: Any, infinity: str) -> MakeField:
     """What makes values of a type, made once for each."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -120,7 +120,7 @@ def _wrong(data: Any, where: str, wanted: str) -> Wrong:
     return Wrong(f"{where} is {data!r:.80}; it must be of type {wanted}")
 
 
-def _plain_maker(kind: type) -> Make:
+def _plain_maker(kind: type) -> MakeField:
     def make(data: Any, where: str) -> Any:
         if type(data) is not kind:
             raise _wrong(data, where, kind.__name__)
@@ -135,7 +135,7 @@ def _make_int(data: Any, where: str) -> int:
     return data
 
 
-def _float_maker(infinity: str) -> Make:
+def _float_maker(infinity: str) -> MakeField:
     def make(data: Any, where: str) -> Any:
         if infinity and data == infinity:
             return math.inf
@@ -146,7 +146,7 @@ def _float_maker(infinity: str) -> Make:
     return make
 
 
-def _literal_maker(words: tuple[Any, ...]) -> Make:
+def _literal_maker(words: tuple[Any, ...]) -> MakeField:
     def make(data: Any, where: str) -> Any:
         if type(data) is not str or data not in words:
             raise Wrong(f"{where} is {data!r:.80}{near(str(data), map(str, words))}")
@@ -155,7 +155,7 @@ def _literal_maker(words: tuple[Any, ...]) -> Make:
     return make
 
 
-def _union_maker(makers: list[Make]) -> Make:
+def _union_maker(makers: list[MakeField]) -> MakeField:
     def make(data: Any, where: str) -> Any:
         problems = []
         for maker in makers:
@@ -168,7 +168,7 @@ def _union_maker(makers: list[Make]) -> Make:
     return make
 
 
-def _tuple_maker(args: tuple[Any, ...], infinity: str) -> Make:
+def _tuple_maker(args: tuple[Any, ...], infinity: str) -> MakeField:
     several = len(args) == 2 and args[1] is Ellipsis
     makers = [_maker(arg, infinity) for arg in args if arg is not Ellipsis]
 
@@ -184,7 +184,7 @@ def _tuple_maker(args: tuple[Any, ...], infinity: str) -> Make:
     return make
 
 
-def _dict_maker(maker: Make) -> Make:
+def _dict_maker(maker: MakeField) -> MakeField:
     def make(data: Any, where: str) -> Any:
         if type(data) is not dict:
             raise _wrong(data, where, "dict")
@@ -193,7 +193,7 @@ def _dict_maker(maker: Make) -> Make:
     return make
 
 
-def _record_maker(kind: Any, infinity: str) -> Make:
+def _record_maker(kind: Any, infinity: str) -> MakeField:
     fields = {field.name: field for field in attrs.fields(attrs.resolve_types(kind))}
     makers = {name: _maker(field.type, infinity) for name, field in fields.items()}
     needed = [name for name, field in fields.items() if field.default is attrs.NOTHING]

@@ -7,7 +7,7 @@ list. The checks are functions of (module name, source), so that each is tried o
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -417,15 +417,26 @@ def test_no_import_cycles() -> None:
     assert not cycle, f"{' -> '.join(cycle)}. {hint}"
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
-    """One name means one thing, in the core and in its plugins."""
-    modules_of: dict[str, list[str]] = {}
+def names_of_types(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """Public classes, each a type of its own, and names that stand for a type, with its text."""
+    for node in statements:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, f"class {node.name}, line {node.lineno}"
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name, ast.unparse(node.value)
+
+
+def test_a_name_of_a_type_means_one_type() -> None:
+    """In the core and in its plugins: a class has its name for itself, and an alias is one type wherever it is written."""
+    types: dict[str, dict[str, str]] = {}
     for module, source in {**sources("colofunc"), **sources("plugins")}.items():
-        for node in parsed(source).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                modules_of.setdefault(node.name, []).append(module)
-    shared = {name: modules for name, modules in modules_of.items() if len(modules) > 1}
-    assert len(modules_of) > 500 and not shared
+        for name, text in names_of_types(parsed(source).body):
+            if not name.startswith("_"):
+                types.setdefault(name, {})[module] = f"{text} of {module}" if text.startswith("class ") else text
+    several = {name: said for name, said in types.items() if len(set(said.values())) > 1}
+    assert len(types) > 800 and not several
 
 
 @pytest.mark.parametrize("package", ["program", "program.passes", "executors", "dtensor", "compiler", "transforms"])

@@ -14,7 +14,7 @@ from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _Proposals, _seconds, fit_recomputed
 from colofunc.planner.recompute.relaxed import KeptMemory, Rounds, relaxed, rounds_of, solve
-from colofunc.planner.recompute.stages import NodeS
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
@@ -55,13 +55,13 @@ def step_of(depth: int, width: int = 16) -> tuple[cf.Staged, object, torch.Tenso
 
 
 @pytest.fixture
-def local() -> Callable[..., tuple[Program, NodeS]]:
+def local() -> Callable[..., tuple[Program, NodeSeconds]]:
     """Depth -> the program of one rank as it comes to `fit`, and seconds of its nodes."""
 
-    def of(depth: int, width: int = 16) -> tuple[Program, NodeS]:
-        seen = list[tuple[Program, NodeS]]()
+    def of(depth: int, width: int = 16) -> tuple[Program, NodeSeconds]:
+        seen = list[tuple[Program, NodeSeconds]]()
 
-        def spy(program: Program, node_s: NodeS, finish: Finish, budget: int | None) -> tuple[FinishedProgram, FinishedProgram]:
+        def spy(program: Program, node_s: NodeSeconds, finish: Finish, budget: int | None) -> tuple[FinishedProgram, FinishedProgram]:
             seen.append((program, node_s))
             return (finish(program),) * 2
 
@@ -126,7 +126,7 @@ def test_the_linear_program_is_a_bound_and_exact_where_all_fits(seed: int) -> No
 
 
 def test_a_linear_program_that_takes_too_long_proposes_nothing(
-    local: Callable[..., tuple[Program, NodeS]], monkeypatch: pytest.MonkeyPatch
+    local: Callable[..., tuple[Program, NodeSeconds]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, node_s = local(3)
     assert list(relaxed(program, node_s))
@@ -134,7 +134,7 @@ def test_a_linear_program_that_takes_too_long_proposes_nothing(
     assert not list(relaxed(program, node_s))
 
 
-def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: Callable[..., tuple[Program, NodeS]]) -> None:
+def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: Callable[..., tuple[Program, NodeSeconds]]) -> None:
     """At every budget no slower than stages alone, at some faster, and far below where these find nothing."""
     program, node_s = local(4, 64)
     whole, plain_s = counted(program).peak_bytes, _seconds(program, node_s)
@@ -160,7 +160,7 @@ def test_within_a_budget_that_only_rounds_keep_to_the_numbers_stay() -> None:
         cf.testing.check(lean, state, batch)
 
 
-def test_a_plan_of_rounds_keeps_what_it_says(local: Callable[..., tuple[Program, NodeS]]) -> None:
+def test_a_plan_of_rounds_keeps_what_it_says(local: Callable[..., tuple[Program, NodeSeconds]]) -> None:
     """With everything held nothing is made again; with nothing held everything that backward reads is."""
     program, node_s = local(3)
     rounds = rounds_of(program, node_s)
@@ -171,7 +171,7 @@ def test_a_plan_of_rounds_keeps_what_it_says(local: Callable[..., tuple[Program,
     assert len(lean.nodes) > len(program.nodes) and counted(lean).peak_bytes < counted(program).peak_bytes
 
 
-def test_where_stages_own_all_there_is_nothing_to_ask(local: Callable[..., tuple[Program, NodeS]]) -> None:
+def test_where_stages_own_all_there_is_nothing_to_ask(local: Callable[..., tuple[Program, NodeSeconds]]) -> None:
     program, node_s = local(3)
     rounds = rounds_of(program, node_s)
     assert rounds is not None and list(relaxed(program, node_s))

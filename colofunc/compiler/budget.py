@@ -17,8 +17,8 @@ import attrs
 
 from colofunc.compiler.completion import Completion
 from colofunc.compiler.decisions import Decisions
-from colofunc.compiler.least_budget import Search, Trial, budget_text, glance, least_budget
-from colofunc.compiler.sharder import Sharder, Sharding
+from colofunc.compiler.least_budget import SearchBudget, Trial, budget_text, glance, least_budget
+from colofunc.compiler.sharder import LazySharding, Sharder
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.joint import (
@@ -152,7 +152,7 @@ def plan_from_known(
         found = sharder.assign(budget_bytes)
         return _faster_plan(sharder, sharder.among(found, known), found, budget_bytes)
 
-    def finish(sharding: Sharding, below_s: float) -> FinishedProgram:
+    def finish(sharding: LazySharding, below_s: float) -> FinishedProgram:
         return completion.finish(sharding(), budget_bytes, below_s)
 
     best = decide_from_known(
@@ -263,7 +263,7 @@ class BudgetSearch:
         """Sharding and ways to make a program fit, decided together."""
         completion, node_count = self.sharder.completion, len(self.sharder.program.nodes)
 
-        def finish(sharding: Sharding, below_s: float) -> FinishedProgram:
+        def finish(sharding: LazySharding, below_s: float) -> FinishedProgram:
             done = completion.finish(sharding(), budget_bytes, below_s)
             if any_that_fits and done.fits(budget_bytes):
                 raise _FirstFit(Trial(sharding(), done, budget_bytes))
@@ -289,7 +289,7 @@ class BudgetSearch:
         fastest = None if best is None else Trial(best.proposal.plan(), best.done, budget_bytes)
         return fastest, Trial(leanest.proposal.plan(), leanest.done, budget_bytes)
 
-    def _others(self, budget_bytes: int, price_s: float | None) -> Iterator[Proposal[Sharding]]:
+    def _others(self, budget_bytes: int, price_s: float | None) -> Iterator[Proposal[LazySharding]]:
         """Further shardings, cheapest first: of a small program all, of larger ones some, of large ones only if nothing
         fits.
         """
@@ -323,7 +323,7 @@ class BudgetSearch:
         """A sharding that stands, completed within a budget if it can be."""
         return Trial(decided, self.sharder.completion.finish(decided, budget_bytes), budget_bytes)
 
-    def pool(self, assign: Callable[..., Assignment], max_prices: int) -> list[Search]:
+    def pool(self, assign: Callable[..., Assignment], max_prices: int) -> list[SearchBudget]:
         """Shardings from the fastest to the leanest, which depend on the program alone, each to be completed within so
         many bytes.
 
@@ -333,13 +333,13 @@ class BudgetSearch:
         if completion.mesh.size == 1 or not completion.gives_way:
             return []
 
-        def propose(aim_bytes: int | None, price_s: float) -> Proposal[Sharding]:
+        def propose(aim_bytes: int | None, price_s: float) -> Proposal[LazySharding]:
             try:
                 return self.sharder.proposal(assign(aim_bytes, price_s), None)
             except OverBudget as refused:
                 return self.sharder.proposal(refused.leanest, None)
 
-        def complete(sharding: Sharding, budget_bytes: int) -> Trial:
+        def complete(sharding: LazySharding, budget_bytes: int) -> Trial:
             return self.complete(sharding(), budget_bytes)
 
         return [partial(complete, proposal.plan) for proposal in frontier(propose, max_prices)]
@@ -438,7 +438,7 @@ class FailedSearch:
         return fits or leanest
 
 
-def _fastest_of(pool: Sequence[Search], budget_bytes: int) -> Trial | None:
+def _fastest_of(pool: Sequence[SearchBudget], budget_bytes: int) -> Trial | None:
     """Of shardings that are completed for a budget the fastest that fits."""
     best, best_s = None, inf
     for complete in pool:

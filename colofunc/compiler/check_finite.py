@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from colofunc.compiler.observation import PlainProgram, arguments_of, history, plain_program, value_name
 from colofunc.executors.backend import Backend
-from colofunc.executors.tap import Lanes, values_tap
+from colofunc.executors.tap import LaneValues, values_tap
 from colofunc.mesh import Mesh
 from colofunc.ops.debug import quiet
 from colofunc.program.text import columns
@@ -128,7 +128,7 @@ class _Look:
         self.seen: Counts = {}
         self.values = 0
 
-    def __call__(self, index: int, results: tuple[Lanes, ...]) -> None:
+    def __call__(self, index: int, results: tuple[LaneValues, ...]) -> None:
         node = self.plain.program.nodes[index]
         for out, lanes in zip(node.results, results, strict=True):
             self.one(out, lanes)

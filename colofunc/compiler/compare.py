@@ -40,7 +40,7 @@ from colofunc.compiler.observation import (
 from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.executors.copies import COPIER
 from colofunc.executors.source import Tap, Writer
-from colofunc.executors.tap import Lanes, everyones, values_tap
+from colofunc.executors.tap import LaneValues, everyones, values_tap
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
 from colofunc.program.facts import is_started, written
@@ -165,7 +165,7 @@ class _Look:
         for mine, shards in zip(ids, arguments.shards, strict=True):
             self.one(mine, shards, None)
 
-    def __call__(self, index: int, results: tuple[Lanes, ...]) -> None:
+    def __call__(self, index: int, results: tuple[LaneValues, ...]) -> None:
         node = self.plain.program.nodes[index]
         for out, lanes in zip(node.results, results, strict=True):
             if out in self.plain.owners:
@@ -219,7 +219,7 @@ class _Look:
         tap = program_tap(low.global_program, self.ran_value)
         arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
 
-    def ran_value(self, seen: RunValue, lanes: Lanes) -> None:
+    def ran_value(self, seen: RunValue, lanes: LaneValues) -> None:
         """Compare one value of the program that runs, in one trip if it stands in a loop."""
         value, mesh = seen.value, self.low.mesh
         assert value.of is not None and value.layout is not None, "only copies of global values are looked at"
@@ -325,10 +325,10 @@ class RunValue:
 
 
 CLONE = "aten.clone.default"
-Look = Callable[[RunValue, Lanes], None]
+VisitValue = Callable[[RunValue, LaneValues], None]
 
 
-def program_tap(whole: Program, look: Look) -> Tap:
+def program_tap(whole: Program, look: VisitValue) -> Tap:
     """A tap that hands every comparable value of the program that runs to `look`. `whole`: the global program."""
 
     def tap(writer: Writer, index: int, node: Node) -> None:
@@ -346,7 +346,12 @@ def program_tap(whole: Program, look: Look) -> Tap:
 
 
 def _told(
-    look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...], trips: tuple[int, ...], lanes: Lanes
+    look: VisitValue,
+    value: Value,
+    node: Node,
+    axes: tuple[tuple[str, int], ...],
+    trips: tuple[int, ...],
+    lanes: LaneValues,
 ) -> None:
     here = [(axis, trip, count) for (axis, count), trip in zip(axes, trips, strict=True)]
     look(RunValue(value, node, tuple(here)), lanes)

@@ -23,7 +23,7 @@ import attrs
 
 from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.kept_programs import KeptPrograms, PackedProgram, WrittenSharding
-from colofunc.compiler.passes import Pass, PassOutput, Stages, run_passes
+from colofunc.compiler.passes import Pass, PassOutput, PassOutputs, run_passes
 from colofunc.compiler.terms import spent
 from colofunc.compiler.transform import InputTiers, Move, Rewrite, Search
 from colofunc.errors import PlanError
@@ -33,10 +33,9 @@ from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.plan import Plan
 from colofunc.planner.plan_terms import TermSeconds
-from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.stages.report import CutsOf, Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
-from colofunc.program.cost import RuleOf, seconds_on
+from colofunc.program.cost import NodeSeconds, RuleOf, seconds_on
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Loop, Node, Program, Value, kept_with
 from colofunc.program.lanes import Lanes, played
@@ -162,7 +161,7 @@ class Completion:
         return best
 
     def _best_order(
-        self, written: WrittenSharding, first: tuple[Program, Stages], budget_bytes: int | None
+        self, written: WrittenSharding, first: tuple[Program, PassOutputs], budget_bytes: int | None
     ) -> FinishedProgram:
         """Of all orders of a pipeline, by the clock on what was finished: its ranks work side by side, so that no sum
         over what is done more says how long it takes.
@@ -179,8 +178,8 @@ class Completion:
         return best
 
     def _guessed(
-        self, written: WrittenSharding, first: tuple[Program, Stages], budget_bytes: int, best: FinishedProgram
-    ) -> list[tuple[float, FinishedProgram, tuple[Program, Stages]]]:
+        self, written: WrittenSharding, first: tuple[Program, PassOutputs], budget_bytes: int, best: FinishedProgram
+    ) -> list[tuple[float, FinishedProgram, tuple[Program, PassOutputs]]]:
         """(seconds more than the first, counted as it is, the way) of all other ways, the most hopeful first."""
         guesses = []
         for other in self._others(written, first):
@@ -192,13 +191,15 @@ class Completion:
         """`done` with what it takes longer by the clock than `plain` before it was finished."""
         return attrs.evolve(done, more_s=self.end_s(done) - self._seconds(plain))
 
-    def _others(self, written: WrittenSharding, first: tuple[Program, Stages]) -> list[tuple[Program, Stages]]:
+    def _others(
+        self, written: WrittenSharding, first: tuple[Program, PassOutputs]
+    ) -> list[tuple[Program, PassOutputs]]:
         """All ways but the first that change something."""
         others = {_looks(other[0]): other for other in self._rest(written)}
         others.pop(_looks(first[0]), None)
         return list(others.values())
 
-    def _rest(self, written: WrittenSharding) -> Iterator[tuple[Program, Stages]]:
+    def _rest(self, written: WrittenSharding) -> Iterator[tuple[Program, PassOutputs]]:
         """All ways but the first that can be gone."""
         if self.mesh.size == 1:
             return
@@ -208,7 +209,7 @@ class Completion:
             except PlanError:
                 continue  # the first one stands
 
-    def _written(self, lowered: Program, way: Rewrite) -> tuple[Program, Stages]:
+    def _written(self, lowered: Program, way: Rewrite) -> tuple[Program, PassOutputs]:
         """One rank's program, written in one way."""
         alternatives = Pass("alternatives", lambda program: way(program, self.mesh), optional=False)
         passes = alternatives, Pass("kernels", self.kernels)
@@ -224,7 +225,9 @@ class Completion:
 
         return attrs.evolve(each, run=run)
 
-    def _searched(self, written: tuple[Program, Stages], budget_bytes: int | None, below_s: float) -> FinishedProgram:
+    def _searched(
+        self, written: tuple[Program, PassOutputs], budget_bytes: int | None, below_s: float
+    ) -> FinishedProgram:
         """Completed in the order that the searches find, the first of them next to the program itself."""
         local, stages = written
         finish: Finish = partial(self._counted, budget_bytes)
@@ -283,7 +286,7 @@ class Completion:
             return seconds
         return max(0.0, seconds - self.mesh.topology.device.launch_s)
 
-    def _lowered(self, decided: Decisions) -> tuple[Program, Stages]:
+    def _lowered(self, decided: Decisions) -> tuple[Program, PassOutputs]:
         ins, outs, regather = decided.input_layouts, decided.output_layouts, decided.regather
 
         def lowered(program: Program) -> Program:
@@ -296,7 +299,7 @@ class Completion:
         """Behind all passes but those that write copies."""
         return self.kept.packed(local, bucket_bytes, partial(self._packed, local))
 
-    def _packed(self, local: Program, most: BucketLimit) -> tuple[Program, Stages]:
+    def _packed(self, local: Program, most: BucketLimit) -> tuple[Program, PassOutputs]:
         chunks = {local.inputs[position]: size for position, size in self.chunks.items()}
 
         def packed(program: Program) -> Program:
@@ -464,7 +467,7 @@ def _by_place(peaks: Mapping[At | None, int]) -> dict[At, int]:
 
 def _found_by(
     search: Search,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     finish: Finishing,
     budget_bytes: int | None,
     local: Program,

@@ -56,7 +56,7 @@ class Guard:
 
     tree: Tree
     surroundings: Surroundings
-    _read: Reader
+    _read: LeafReader
     _homes: tuple[Home, ...]  # per leaf: what a DTensor there has to be
     _shapes: tuple[torch.Size, ...]  # and a plain tensor, beside its dtype
 
@@ -107,20 +107,20 @@ class Guard:
 
 
 Leaves = list[torch.Tensor]
-Reader = Callable[[Any], Leaves | None]
+LeafReader = Callable[[Any], Leaves | None]
 
 _COMPARED = (bool, int, str)
 """Static leaves of these types are the same where they are equal; others, where they are the same object."""
 
 
-def reader(tree: Tree) -> Reader:
+def reader(tree: Tree) -> LeafReader:
     """A function that gives the leaves of an object that certainly has this tree, and None for all others."""
     writer = _Writer()
     leaves = writer.read(tree, writer.variable())
     source = "\n    ".join(["def leaves(x0):", *writer.lines, f"return tensors([{', '.join(leaves)}])\n"])
     namespace = dict(writer.names)
     exec(_compiled(source), namespace)
-    read: Reader = namespace["leaves"]
+    read: LeafReader = namespace["leaves"]
     return read
 
 

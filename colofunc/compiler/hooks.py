@@ -20,8 +20,8 @@ from colofunc.mesh import Mesh
 from colofunc.planner.candidate import FinishedProgram, Finishing
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
-from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import Constraints
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 
 CHANGES: Mapping[str, tuple[str, ...]] = {
@@ -162,7 +162,7 @@ def _alternative(who: str, rewrite: Rewrite) -> Rewrite:
 
 def _search(who: str, search: Search) -> Search:
     def checked(
-        program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None, /
+        program: Program, node_s: NodeSeconds, finish: Finishing, budget_bytes: int | None, /
     ) -> tuple[FinishedProgram | None, FinishedProgram]:
         found = search(program, node_s, finish, budget_bytes)
         if isinstance(found, tuple) and len(found) == 2:
@@ -181,7 +181,7 @@ def _move(who: str, move: Move) -> Move:
     def checked(
         program: Program,
         mesh: Mesh,
-        node_s: NodeS,
+        node_s: NodeSeconds,
         budget_bytes: int | None,
         lies: InputTiers,
         /,

@@ -21,8 +21,8 @@ from colofunc.mesh import Mesh
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded, fastest_offload
 from colofunc.planner.offload.policies import GIVEN
-from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import Constraint, Constraints
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.timed import Timed
@@ -163,7 +163,7 @@ def moves_of_tiers(lies: InputTiers) -> tuple[Move, ...]:
 def _copy_what_is_needed(
     program: Program,
     mesh: Mesh,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     budget_bytes: int | None,
     lies: InputTiers,
     /,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping
 import attrs
 
 from colofunc.compiler.decisions import Decisions
-from colofunc.compiler.passes import Stages
+from colofunc.compiler.passes import PassOutputs
 from colofunc.compiler.transform import Rewrite
 from colofunc.errors import PlanError
 from colofunc.program.ir import Program
@@ -34,10 +34,12 @@ class WrittenSharding:
     """A sharding, lowered, and what ways to write it made of that."""
 
     lowered: Program
-    stages: Stages
-    ways: dict[Rewrite, tuple[Program, Stages] | PlanError] = attrs.field(factory=dict, init=False)
+    stages: PassOutputs
+    ways: dict[Rewrite, tuple[Program, PassOutputs] | PlanError] = attrs.field(factory=dict, init=False)
 
-    def by(self, way: Rewrite, write: Callable[[Program, Rewrite], tuple[Program, Stages]]) -> tuple[Program, Stages]:
+    def by(
+        self, way: Rewrite, write: Callable[[Program, Rewrite], tuple[Program, PassOutputs]]
+    ) -> tuple[Program, PassOutputs]:
         """Written in one way. Raises PlanError where that cannot be gone."""
         if way not in self.ways:
             try:
@@ -56,7 +58,7 @@ class PackedProgram:
 
     most: BucketLimit
     program: Program
-    stages: Stages
+    stages: PassOutputs
     peaks: Peaks | None = None
 
     def counted(self, count: Callable[[Program], Peaks]) -> Peaks:
@@ -73,7 +75,7 @@ class KeptPrograms:
     _packed: dict[int, tuple[Program, list[PackedProgram]]] = attrs.field(factory=dict, init=False)
     _nodes: int = attrs.field(default=0, init=False)
 
-    def written(self, decided: Decisions, lower: Callable[[], tuple[Program, Stages]]) -> WrittenSharding:
+    def written(self, decided: Decisions, lower: Callable[[], tuple[Program, PassOutputs]]) -> WrittenSharding:
         if self._nodes > KEPT_NODES:
             self.clear()
         strategies = tuple(choice.strategy for choice in decided.choices)
@@ -83,7 +85,7 @@ class KeptPrograms:
         return self._written[key]
 
     def packed(
-        self, local: Program, bucket_bytes: float, pack: Callable[[BucketLimit], tuple[Program, Stages]]
+        self, local: Program, bucket_bytes: float, pack: Callable[[BucketLimit], tuple[Program, PassOutputs]]
     ) -> PackedProgram:
         _, known = self._packed.setdefault(id(local), (local, []))
         for packed in known:

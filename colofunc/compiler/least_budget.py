@@ -53,11 +53,11 @@ class Trial:
         return rounded_bytes(self.done.peak_bytes)
 
 
-Search = Callable[[int], Trial]
+SearchBudget = Callable[[int], Trial]
 """A budget in bytes -> the first plan that fits, or else the leanest that the search tried."""
 
 
-def least_budget(search: Search, large: bool, pool: Sequence[Search] = ()) -> Trial:
+def least_budget(search: SearchBudget, large: bool, pool: Sequence[SearchBudget] = ()) -> Trial:
     """The leanest plan found.
 
     pool: shardings that are tried whatever is asked for, each completed for so many bytes.
@@ -68,14 +68,14 @@ def least_budget(search: Search, large: bool, pool: Sequence[Search] = ()) -> Tr
     return _descend(search, best, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
 
 
-def glance(pool: Sequence[Search]) -> Trial:
+def glance(pool: Sequence[SearchBudget]) -> Trial:
     """The leanest of some shardings when little is asked for, with no second search: enough where a budget is far below
     it.
     """
     return min((complete(1) for complete in pool), key=_rank)
 
 
-def _leanest_of_pool(pool: Sequence[Search], best: Trial) -> Trial:
+def _leanest_of_pool(pool: Sequence[SearchBudget], best: Trial) -> Trial:
     """The leanest of `best` and the pool: all are asked for one byte, the leanest few for less than they came to."""
     trials = [(complete(1), complete) for complete in pool]
     trials.sort(key=lambda pair: _rank(pair[0]))
@@ -84,7 +84,7 @@ def _leanest_of_pool(pool: Sequence[Search], best: Trial) -> Trial:
     return best
 
 
-def _with_more_device_memory(search: Search, best: Trial) -> Trial:
+def _with_more_device_memory(search: SearchBudget, best: Trial) -> Trial:
     """Of a plan that lacks memory of another tier: the first for more bytes of the device that lacks none."""
     for _ in range(MAX_RAISES):
         raised_bytes = best.budget_bytes + max(1, best.budget_bytes // RAISE_PART)
@@ -94,7 +94,7 @@ def _with_more_device_memory(search: Search, best: Trial) -> Trial:
     return best
 
 
-def _descend(search: Search, best: Trial, max_searches: int) -> Trial:
+def _descend(search: SearchBudget, best: Trial, max_searches: int) -> Trial:
     """The leanest plan that one search comes to when it is asked for less than `best` holds, again and again."""
     ask_for_half = False  # this is worth a search only once a byte less was found
     for _ in progress.over("least budget searches", range(max_searches)):

@@ -17,7 +17,7 @@ import torch
 
 from colofunc.compiler.check_finite import Finite, check_finite
 from colofunc.compiler.compare import Compared, compare
-from colofunc.compiler.passes import Passes, Stages
+from colofunc.compiler.passes import Passes, PassOutputs
 from colofunc.compiler.terms import spent
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
@@ -84,7 +84,7 @@ class Lowered:
     executor: str | None = None  # as `step.on` said
     hidden: tuple[torch.Tensor, ...] = ()  # captured tensors that are inputs behind the caller's and the seed
     left_out: frozenset[str] = frozenset()  # names of the passes that it does not go through
-    stages_of: Callable[[], Stages] = tuple  # runs all passes again, and keeps the program behind each
+    stages_of: Callable[[], PassOutputs] = tuple  # runs all passes again, and keeps the program behind each
 
     @property
     def hidden_ids(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from colofunc.compiler.staged import Staged
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.mesh.card import card_memory
-from colofunc.mesh.sizes import Room
+from colofunc.mesh.sizes import MemoryLimit
 from colofunc.program.passes.kernels import capability_on
 
 
@@ -50,7 +50,7 @@ def auto_bytes(priced: Mesh) -> int | None:
     return min((nbytes for nbytes in (usable_bytes, topology.budget_bytes) if nbytes is not None), default=None)
 
 
-def limit_bytes(given: Room, mesh: Mesh, tier: str, argument: str, example: str) -> int | None:
+def limit_bytes(given: MemoryLimit, mesh: Mesh, tier: str, argument: str, example: str) -> int | None:
     """Bytes of a tier from (bytes, or a part of what a rank has). argument, example: the words of an error, such as
     `cf.offload(host` and `16GiB`.
 

@@ -144,13 +144,13 @@ def _rows_on(
     return Constraints(items)
 
 
-Place = tuple[int, int]
+RowsPlace = tuple[int, int]
 """Of the rows of the batch in a value: (dim, size of what stands before them in it)."""
 
 
 def _places(
     leaves: dict[str, tuple[int, ...]], microbatches: int, rules: LoweringRules, program: Program
-) -> tuple[int, dict[int, tuple[Place | None, ...]], Program]:
+) -> tuple[int, dict[int, tuple[RowsPlace | None, ...]], Program]:
     """(rows of the batch; per item, an input or a node of a global program, where they are in operands and results; the
     program over time)."""
     ids = [id for id in program.inputs if leaves.get(program.values[id].name) == program.values[id].shape]
@@ -167,7 +167,7 @@ def _places(
     return program.values[ids[0]].shape[0], places_of, over
 
 
-def _rows_at(over: Layout | None) -> Place | None:
+def _rows_at(over: Layout | None) -> RowsPlace | None:
     """Where the rows of the batch are in a value, by where time lies in it."""
     if over is None:
         return None
@@ -180,7 +180,7 @@ def _rows_at(over: Layout | None) -> Place | None:
     return None
 
 
-def _row_axes(rows: int, places: tuple[Place | None, ...], strategy: Strategy) -> Iterator[list[tuple[int, str]]]:
+def _row_axes(rows: int, places: tuple[RowsPlace | None, ...], strategy: Strategy) -> Iterator[list[tuple[int, str]]]:
     """Per operand and result that has them: (ways, mesh axis) that split the rows."""
     for place, layout in zip(places, (*strategy.ins, *strategy.outs), strict=True):
         if place is None or layout is None:
@@ -201,7 +201,7 @@ def _row_axes(rows: int, places: tuple[Place | None, ...], strategy: Strategy) -
         yield row_axes
 
 
-def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], strategy: Strategy) -> bool:
+def _divides(microbatches: int, rows: int, places: tuple[RowsPlace | None, ...], strategy: Strategy) -> bool:
     """Whether the rows that a rank has under a strategy come in equal microbatches, in every operand and result."""
     for row_axes in _row_axes(rows, places, strategy):
         ranks = prod(ways for ways, _ in row_axes)
@@ -211,7 +211,7 @@ def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], str
 
 
 def _other_numbers(
-    rows: int, places: tuple[Place | None, ...], admits: Callable[[int], bool], strategies: Sequence[Strategy]
+    rows: int, places: tuple[RowsPlace | None, ...], admits: Callable[[int], bool], strategies: Sequence[Strategy]
 ) -> str:
     """Numbers of microbatches, above 1, into which rows come under one of some strategies."""
     found = []
@@ -226,7 +226,7 @@ def _other_numbers(
 
 
 def _stay(
-    rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy
+    rows: int, places: tuple[RowsPlace | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy
 ) -> bool:
     """Whether rows lie on some of the axes only, or on all of them, in every operand and result."""
     for row_axes in _row_axes(rows, places, strategy):

@@ -28,6 +28,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.distributed import broadcast_object, main_seed
 from colofunc.executors.pools import in_tier
+from colofunc.executors.simulated import Shards
 from colofunc.mesh.device import device_of
 from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
@@ -40,8 +41,6 @@ from colofunc.program.tracing.trace import record_local
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
-
-Shards = list[torch.Tensor]
 
 
 @attrs.frozen(eq=False)

@@ -57,12 +57,12 @@ class PassOutput:
     took_s: float
 
 
-Stages = tuple[PassOutput, ...]
+PassOutputs = tuple[PassOutput, ...]
 
 
 def run_passes(
     passes: Iterable[Pass], program: Program, left_out: frozenset[str] = frozenset(), keep: bool = False
-) -> tuple[Program, Stages]:
+) -> tuple[Program, PassOutputs]:
     """The program behind all passes but those that are left out; with `keep` the one behind each, too."""
     stages = []
     for each in passes:
@@ -116,7 +116,7 @@ def left_out(names: Sequence[str]) -> frozenset[str]:
 class Passes:
     """The passes of a step in the order in which they ran, each with the program behind it. Prints as a table."""
 
-    stages: Stages
+    stages: PassOutputs
 
     def __iter__(self) -> Iterator[PassOutput]:
         return iter(self.stages)

@@ -22,7 +22,7 @@ from colofunc.planner.stages.assignment import CutProblem, Cuts, StageActivation
 from colofunc.planner.stages.bound import StepBound
 from colofunc.planner.stages.cut_search import CutSearch
 from colofunc.planner.stages.cuts import StageDevice
-from colofunc.planner.stages.orders import Order
+from colofunc.planner.stages.orders import DeviceOrder
 from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.simulate import Player
 from colofunc.planner.stages.stage_cuts import OtherSchedule, Piece, StageCuts, begins_of, pieces_of_problem
@@ -46,7 +46,7 @@ class StagesOn:
     build: Build
     axis: str
     schedule: Schedule
-    order: Order | None = None
+    order: DeviceOrder | None = None
 
     @property
     def ranks(self) -> int:

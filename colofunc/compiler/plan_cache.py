@@ -120,12 +120,15 @@ def _batch_elements(program: Program) -> int:
 KEEP_ABOVE_S = 0.5
 """Plans that were found faster are not worth a file."""
 
-Made = tuple[Decisions, Program]
+PlannedProgram = tuple[Decisions, Program]
 
 
 def remembered(
-    key: str, search: Callable[[], Made], rebuild: Callable[[Plan], Made], say: Callable[[str], None]
-) -> Made:
+    key: str,
+    search: Callable[[], PlannedProgram],
+    rebuild: Callable[[Plan], PlannedProgram],
+    say: Callable[[str], None],
+) -> PlannedProgram:
     """What `search()` gives, from the plan kept under `key` where there is one."""
     folder = env.plan_folder()
     if folder is None:
@@ -149,7 +152,7 @@ def remembered(
     return decided, local
 
 
-def _from_cache(cache: Cache, key: str, rebuild: Callable[[Plan], Made]) -> Made | None:
+def _from_cache(cache: Cache, key: str, rebuild: Callable[[Plan], PlannedProgram]) -> PlannedProgram | None:
     """The plan kept under a key, made again; None where there is none. Raises what is wrong with it."""
     entry = cache.read(key)
     if entry is None:

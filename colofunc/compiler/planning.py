@@ -40,7 +40,7 @@ from colofunc.compiler.kept_programs import KeptPrograms
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
 from colofunc.compiler.named_candidates import named_shardings
-from colofunc.compiler.passes import REWRITES, Pass, Stages, check_interface, passes_of_plugins, run_passes
+from colofunc.compiler.passes import REWRITES, Pass, PassOutputs, check_interface, passes_of_plugins, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.sharder import Sharder
 from colofunc.compiler.staged import Staged
@@ -113,7 +113,7 @@ class Planning:
         """The sharding of `plan`, completed anew."""
         return plan_of(self.completion, self._decided_by(plan), self.budget_bytes)
 
-    def stages(self, plan: Plan, decided: Decisions | None) -> Stages:
+    def stages(self, plan: Plan, decided: Decisions | None) -> PassOutputs:
         """What the program of `plan` goes through from lowering on, run again. decided: None on ranks that have only
         been told the plan.
         """

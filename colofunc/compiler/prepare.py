@@ -23,7 +23,7 @@ from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.memory_limits import auto_bytes, device_limit_bytes
-from colofunc.compiler.passes import Pass, PassOutput, Stages, left_out, run_passes
+from colofunc.compiler.passes import Pass, PassOutput, PassOutputs, left_out, run_passes
 from colofunc.compiler.plan_cache import is_again
 from colofunc.compiler.planning import Outcome, Planning, can_be_left_out, planning_of, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, same, share
@@ -250,7 +250,7 @@ def _seen(
 
 def _global(
     build: Build, traced: Traced, without: frozenset[str], keep: bool = False
-) -> tuple[Program, tuple[torch.Tensor, ...], Stages]:
+) -> tuple[Program, tuple[torch.Tensor, ...], PassOutputs]:
     """The program that is planned, the tensors that it takes from outside, and what it went through."""
     hidden: tuple[torch.Tensor, ...] = ()
 
@@ -279,7 +279,7 @@ def _global(
     return program, hidden, stages
 
 
-def _stages(build: Build, seen: TracedStep, planning: Planning, plan: Plan, decided: Decisions | None) -> Stages:
+def _stages(build: Build, seen: TracedStep, planning: Planning, plan: Plan, decided: Decisions | None) -> PassOutputs:
     """All that the step went through, run again but for the trace."""
     traced = PassOutput("trace", seen.traced.program, seen.traced_s)
     return (traced, *_global(build, seen.traced, seen.left_out, keep=True)[2], *planning.stages(plan, decided))

@@ -35,6 +35,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import DiskTransaction, Scratch
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.post_validated import PostValidated
+from colofunc.executors.simulated import Shards
 from colofunc.executors.watch import Watch
 from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
@@ -43,9 +44,6 @@ from colofunc.program.passes.chunks import buffers_of
 from colofunc.program.post_validation import deferred_parts, validates_late
 from colofunc.program.tracing.modules_used import UsedModules
 from colofunc.spec.layout import Layout
-
-Leaf = torch.Tensor
-Shards = list[torch.Tensor]
 
 
 class PreparedStep:
@@ -58,7 +56,7 @@ class PreparedStep:
         watch: Watch | None,
         fn: Callable[..., Any],
         disk: str | bool | None,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[torch.Tensor],
         used: UsedModules,
     ) -> None:
         """leaves: of the first call, for their dtypes. used: the modules of its trace, as they have to be.
@@ -86,7 +84,7 @@ class PreparedStep:
         self._operators = {name: OPERATORS[name] for name in targets if name in OPERATORS}
         self._makers: list[Maker] | None = None  # per output, from the first call on
 
-    def compare(self, what: str, leaves: Sequence[Leaf]) -> None:
+    def compare(self, what: str, leaves: Sequence[torch.Tensor]) -> None:
         """On real ranks, once: plain tensors must be equal on all of them."""
         if self.watch is not None and what not in self._compared:
             self._compared.add(what)
@@ -236,7 +234,7 @@ class PreparedStep:
             self._bring(given.leaves, missing, inputs, name)
         return inputs
 
-    def _bring(self, leaves: Sequence[Leaf], which: Sequence[int], inputs: list[Shards], name: str) -> None:
+    def _bring(self, leaves: Sequence[torch.Tensor], which: Sequence[int], inputs: list[Shards], name: str) -> None:
         """Place those leaves that are not at home."""
         low = self.low
         copied = [not _is_owned(leaves[i]) and i in self._donated for i in which]
@@ -302,7 +300,7 @@ class PreparedStep:
         return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True, role=role)
 
 
-def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
+def lies_as_planned(leaves: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> bool:
     """Plain and movable tensors can be placed anywhere.
 
     Another DTensor stays where it is, so the plan must want it there.
@@ -311,5 +309,5 @@ def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
     return all(not isinstance(leaf, DTensor) or leaf.movable or leaf.sharding is layout for leaf, layout in pairs)
 
 
-def _is_owned(leaf: Leaf) -> bool:
+def _is_owned(leaf: torch.Tensor) -> bool:
     return isinstance(leaf, DTensor) and leaf.owned

@@ -26,7 +26,7 @@ from colofunc.executors.backend import backend_for, on_real_ranks
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.planner.sharding.explain import RuleOf
+from colofunc.planner.sharding.explain import RuleOfNode
 from colofunc.program.ir import Program
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lower import Choice
@@ -115,7 +115,7 @@ class Lowering:
 
 
 def share(
-    watch: Watch | None, planned: tuple[Decisions, Program] | None, program: Program, rule_of: RuleOf
+    watch: Watch | None, planned: tuple[Decisions, Program] | None, program: Program, rule_of: RuleOfNode
 ) -> tuple[tuple[Choice, ...], Any, Program]:
     """(choices, plan, local program) of rank 0 on every rank. Tensors that the program carries are each rank's own.
 

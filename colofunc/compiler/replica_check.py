@@ -24,6 +24,7 @@ from colofunc.errors import CollectiveError
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import in_tier
+from colofunc.executors.simulated import Shards
 from colofunc.executors.tap import everyones
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
@@ -31,8 +32,6 @@ from colofunc.mesh.device import device_of
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import part_key
 from colofunc.spec.regions import unpadded
-
-Shards = list[torch.Tensor]
 
 EVERY = 100
 """Steps between two looks, where nobody says otherwise."""

@@ -19,7 +19,7 @@ from colofunc.compiler.saved_activations import with_saved
 from colofunc.compiler.transform import OpenChoices, Transform
 from colofunc.compiler.weight_quantization import QUANTIZE, found_in, transform_of
 from colofunc.errors import InputError, PlanError
-from colofunc.mesh.sizes import Room, parse_room
+from colofunc.mesh.sizes import MemoryLimit, parse_room
 from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import Quantizer
@@ -35,7 +35,7 @@ class SchemeDecision:
 
     globs: tuple[str, ...]
     weights: tuple[WeightOptions, ...]
-    room: Room | None
+    room: MemoryLimit | None
     rise: float | None
     limit_s: float | None
     registered: Mapping[str, Quantizer]

@@ -24,7 +24,7 @@ from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.ir import Program
 
-Sharding = Callable[[], Decisions]
+LazySharding = Callable[[], Decisions]
 """A sharding whose plan is written at the first call: of hundreds that are proposed few are finished."""
 
 
@@ -67,10 +67,10 @@ class Sharder:
             assignment,
         )
 
-    def propose(self, aim_bytes: int | None, price_s: float) -> Proposal[Sharding]:
+    def propose(self, aim_bytes: int | None, price_s: float) -> Proposal[LazySharding]:
         return self.proposal(self.assign(aim_bytes, price_s), aim_bytes)
 
-    def proposal(self, assignment: Assignment, aim_bytes: int | None) -> Proposal[Sharding]:
+    def proposal(self, assignment: Assignment, aim_bytes: int | None) -> Proposal[LazySharding]:
         sharding = cache(partial(self.decide, aim_bytes, assignment))
         return Proposal(sharding, assignment.cost_s, assignment.peak_bytes, _key(assignment))
 

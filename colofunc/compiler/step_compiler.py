@@ -50,7 +50,6 @@ from colofunc.program.tracing.modules_used import UsedModules
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 
-Leaf = torch.Tensor
 LEAST = 0.01
 """Relative gain below which a plan from measurements is not worth moving state."""
 RECENT = 4
@@ -63,7 +62,7 @@ class StepCompiler:
     def __init__(self) -> None:
         self._ready: dict[Any, list[PreparedStep]] = {}
         self._recent: list[PreparedStep] = []  # those whose guards are asked first
-        self._last: tuple[Sequence[Leaf], Tree, Surroundings] = (), Tree("sequence"), Surroundings(ambient())
+        self._last: tuple[Sequence[torch.Tensor], Tree, Surroundings] = (), Tree("sequence"), Surroundings(ambient())
         self._retraces = Retraces()
         self._calls = 0
         self._settled: Staged | None = None
@@ -118,7 +117,7 @@ class StepCompiler:
                 raise
 
     def _plan_again(
-        self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: PreparedStep, name: str
+        self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[torch.Tensor], old: PreparedStep, name: str
     ) -> None:
         """By what the first steps have measured.
 
@@ -206,7 +205,7 @@ class StepCompiler:
         self,
         staged: Staged,
         args: tuple[Any, ...],
-        leaves: Sequence[Leaf],
+        leaves: Sequence[torch.Tensor],
         tree: Tree,
         runs: bool = False,
         says_least: bool = True,

@@ -34,7 +34,7 @@ MOST_STEPS = 4
 """At most this many casts, views and packings stand between a parameter or its gradient and the collective that sends
 it."""
 
-Key = tuple[str, str, str, str, tuple[str, ...]]
+TermKey = tuple[str, str, str, str, tuple[str, ...]]
 
 
 def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Plan) -> tuple[TermSeconds, ...]:
@@ -48,7 +48,7 @@ def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Pl
     launch_s = mesh.topology.device.launch_s
     leaves_of: dict[int, tuple[str, ...]] = {}
     bound: dict[int, bool] = {}
-    found: dict[Key, list[float]] = {}
+    found: dict[TermKey, list[float]] = {}
 
     def add(busy: Busy, what: str, seconds: float, hidden_s: float, leaves: tuple[str, ...] = ()) -> None:
         node = busy.node

@@ -25,14 +25,14 @@ import attrs
 
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
-from colofunc.mesh.sizes import Room
+from colofunc.mesh.sizes import MemoryLimit
 from colofunc.planner.candidate import FinishedProgram, Finishing
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
-from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.stages.report import CutsOf
 from colofunc.plugins.registry import Registry, bringing
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
 
@@ -99,7 +99,7 @@ class Search(Protocol):
     """
 
     def __call__(
-        self, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None, /
+        self, program: Program, node_s: NodeSeconds, finish: Finishing, budget_bytes: int | None, /
     ) -> tuple[FinishedProgram | None, FinishedProgram]: ...
 
 
@@ -122,7 +122,7 @@ class Move(Protocol):
         self,
         program: Program,
         mesh: Mesh,
-        node_s: NodeS,
+        node_s: NodeSeconds,
         budget_bytes: int | None,
         lies: InputTiers,
         /,
@@ -280,7 +280,7 @@ class Transform:
     rewrite_local: Hook | None = attrs.field(default=None, kw_only=True)
     behind: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     clashes: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
-    budget: Room | None = attrs.field(default=None, kw_only=True)
+    budget: MemoryLimit | None = attrs.field(default=None, kw_only=True)
     microbatches: int = attrs.field(default=1, kw_only=True)
     sharding: Sharding | None = attrs.field(default=None, kw_only=True)
     disk: str | bool | None = attrs.field(default=None, kw_only=True)

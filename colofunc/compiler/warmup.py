@@ -26,6 +26,7 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import accelerator, in_tier
 from colofunc.executors.profile import Clock
+from colofunc.executors.simulated import Shards
 from colofunc.executors.watch import Watch
 from colofunc.mesh.device import device_of
 from colofunc.program.cost import seconds_on
@@ -36,8 +37,6 @@ from colofunc.spec.layout import Layout
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
-
-Shards = list[torch.Tensor]
 
 
 def warmup(low: Lowered, backend: Backend, steps: int, name: str) -> Warmup | None:

@@ -24,6 +24,7 @@ from colofunc.errors import InputError, RuleError
 from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.pools import in_tier
+from colofunc.executors.simulated import Shards
 from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
@@ -41,8 +42,6 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.parts import holds
 from colofunc.spec.rule import Call, Rule, Strategy, TensorType
 from colofunc.spec.strategies import enumerate_strategies, follow, replicated_strategy
-
-Shards = list[torch.Tensor]
 
 _MASKS = (torch.bool, torch.uint8)
 """Dtypes of indices that are masks."""

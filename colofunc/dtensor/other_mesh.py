@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from colofunc.dtensor.eager import Shards, convert_shards, settled_parts, to_compute
+from colofunc.dtensor.eager import convert_shards, settled_parts, to_compute
 from colofunc.executors.backend import Backend, backend_for
+from colofunc.executors.simulated import Shards
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
-from colofunc.program.lazy import Box
+from colofunc.program.lazy import Slices
 from colofunc.spec.layout import Layout, replicated
 from colofunc.spec.parts import shared_parts
 from colofunc.spec.transfer import Transfer, TransferPiece, part
@@ -70,7 +71,7 @@ class FromOtherMesh:
         whole: torch.Tensor = self.tensor.full()
         return whole
 
-    def read(self, box: Box) -> torch.Tensor | None:
+    def read(self, box: Slices) -> torch.Tensor | None:
         return None
 
     def token(self) -> int:

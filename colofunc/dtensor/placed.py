@@ -27,6 +27,7 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import OnDisk, in_memory
 from colofunc.executors.pools import in_tier, pinned_like
+from colofunc.executors.simulated import Shards
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.flat import are_adjacent, as_adjacent
@@ -36,7 +37,6 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.parts import shared_parts
 from colofunc.spec.transfer import part
 
-Shards = list[torch.Tensor]
 ToDisk = Callable[[Shards, Layout], Shards]
 
 

@@ -22,7 +22,7 @@ from colofunc.executors.fused import NAME as COMPILED
 from colofunc.executors.post_validated import UnsettledStep
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import ProgramCache
-from colofunc.executors.simulated import SimulatedProgram
+from colofunc.executors.simulated import Shards, SimulatedProgram
 from colofunc.executors.source import Tap
 from colofunc.executors.unwritten import counted
 from colofunc.executors.watch import Watch
@@ -34,10 +34,9 @@ from colofunc.program.passes.one_call import small_updates_in_one_call
 from colofunc.program.passes.overlapped import is_overlapped, overlapped
 from colofunc.program.places import distinct_ranks, on_rank
 
-Shards = list[torch.Tensor]
-Run = Callable[[Sequence[Shards]], list[Shards]]
-Finish = Callable[[], list[Shards]]
-Begin = Callable[[Sequence[Shards]], Finish]
+RunFn = Callable[[Sequence[Shards]], list[Shards]]
+FinishRun = Callable[[], list[Shards]]
+Begin = Callable[[Sequence[Shards]], FinishRun]
 EXECUTORS = ("simulated", "distributed", "compiled")
 
 
@@ -51,7 +50,7 @@ class Backend(Protocol):
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         """The ranks of `mesh` whose tensors live in this process."""
 
-    def compile(self, program: Program, mesh: Mesh) -> Run:
+    def compile(self, program: Program, mesh: Mesh) -> RunFn:
         """`program` as a function of its inputs' shards (constants excluded). Keep it: making one costs time."""
 
     def deferred_exchange(self, program: Program, mesh: Mesh) -> Begin:
@@ -67,7 +66,7 @@ class Backend(Protocol):
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""
 
-    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
+    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RunFn:
         """`program` node by node as it stands, with what `tap` writes behind each; not kept."""
 
     def exchange(self, what: str, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
@@ -125,7 +124,7 @@ class Compiled:
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         return self._inner.ranks(mesh)
 
-    def compile(self, program: Program, mesh: Mesh) -> Run:
+    def compile(self, program: Program, mesh: Mesh) -> RunFn:
         segmented, bound = compile_segments(program, self._compiler)
         if isinstance(self._inner, SimulatedBackend):
             return SimulatedProgram(segmented, mesh, bound, whole=program)
@@ -141,7 +140,7 @@ class Compiled:
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
 
-    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
+    def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RunFn:
         """Not compiled: a compiled segment has no nodes to look at."""
         return self._inner.observe(program, mesh, tap)
 

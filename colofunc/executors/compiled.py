@@ -34,7 +34,7 @@ from colofunc.program.facts import takes_device
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.passes.loop import changed
 
-Compiled = Callable[..., Sequence[torch.Tensor]]
+SegmentFn = Callable[..., Sequence[torch.Tensor]]
 
 
 def compile_segments(program: Program, compiler: str = "inductor") -> tuple[Program, Mapping[str, Callable[..., Any]]]:
@@ -133,7 +133,7 @@ class Segment:
     def __init__(self, target: str, piece: SegmentPiece, compiler: str) -> None:
         self.target = target
         self.piece = piece
-        self.compiled: dict[Any, Compiled] = {}
+        self.compiled: dict[Any, SegmentFn] = {}
         self._compiler = compiler
 
     def __call__(self, *operands: Any) -> Sequence[torch.Tensor]:

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
 PAGE_BYTES = 4096  # address, offset and length of direct I/O are multiples of a disk's block, which divides this
 
-Buffer = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
 
 def padded_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def whole_pages(data: Buffer) -> bool:
+def whole_pages(data: ByteArray) -> bool:
     """Whether direct I/O takes this memory as it is."""
     return data.ctypes.data % PAGE_BYTES == 0 and len(data) % PAGE_BYTES == 0
 
@@ -52,14 +52,14 @@ def is_direct(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT)
 
 
-def write_at(fd: int, data: Buffer | memoryview, at: int) -> None:
+def write_at(fd: int, data: ByteArray | memoryview, at: int) -> None:
     """All of `data` to byte `at` of a file. Raises OSError."""
     while len(data):
         count = _moved(os.pwritev, fd, data, at)
         data, at = data[count:], at + count
 
 
-def read_at(fd: int, into: Buffer | memoryview, at: int) -> int:
+def read_at(fd: int, into: ByteArray | memoryview, at: int) -> int:
     """Fill `into` from byte `at` on; how much of it the file had. Raises OSError."""
     count = 0
     while count < len(into):
@@ -70,7 +70,7 @@ def read_at(fd: int, into: Buffer | memoryview, at: int) -> int:
     return count
 
 
-def _moved(move: Any, fd: int, data: Buffer | memoryview, at: int) -> int:
+def _moved(move: Any, fd: int, data: ByteArray | memoryview, at: int) -> int:
     """Bytes moved by one system call, past the page cache unless the file system refuses."""
     try:
         return move(fd, [data], at)

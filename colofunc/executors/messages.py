@@ -25,7 +25,7 @@ import torch.distributed as dist
 from colofunc import compat
 from colofunc.errors import CollectiveError, ProgramError
 
-Room = tuple[tuple[int, ...], torch.dtype]
+MessageRoom = tuple[tuple[int, ...], torch.dtype]
 """What memory for a message is told apart by: shape and dtype."""
 
 
@@ -133,15 +133,15 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Room, list[torch.Tensor]] = {}
-        self._free: dict[Room, list[torch.Tensor]] = {}
+        self._held: dict[MessageRoom, list[torch.Tensor]] = {}
+        self._free: dict[MessageRoom, list[torch.Tensor]] = {}
 
-    def turn(self, wanted: Iterable[Room], later: Iterable[Room] = ()) -> None:
+    def turn(self, wanted: Iterable[MessageRoom], later: Iterable[MessageRoom] = ()) -> None:
         """An action has ended: keep of what is free as much as will be received into, before the next action and the
         one behind it.
         """
         counts = Counter(wanted) + Counter(later)
-        free: dict[Room, list[torch.Tensor]] = {}
+        free: dict[MessageRoom, list[torch.Tensor]] = {}
         for room, tensors in self._held.items():
             alone = [compat.is_held_alone(tensor) for tensor in tensors]
             left = [tensor for tensor, free_now in zip(tensors, alone, strict=True) if free_now]
@@ -149,7 +149,7 @@ class Buffers:
             free[room] = (self._free.get(room, []) + left)[: counts[room]]
         self._free = free
 
-    def take(self, room: Room, device: torch.device) -> torch.Tensor:
+    def take(self, room: MessageRoom, device: torch.device) -> torch.Tensor:
         """Memory for a message."""
         shape, dtype = room
         free = self._free.get(room)
@@ -173,7 +173,9 @@ class Receiver:
     begin: makes room for a message with a tag, and gives what waits for it. room: what memory it takes.
     """
 
-    def __init__(self, begin: Callable[[int], Callable[[], torch.Tensor]], room: Room = ((), torch.float32)) -> None:
+    def __init__(
+        self, begin: Callable[[int], Callable[[], torch.Tensor]], room: MessageRoom = ((), torch.float32)
+    ) -> None:
         self._begin = begin
         self.room = room
         self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()

@@ -27,15 +27,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from colofunc.errors import InputError
+from colofunc.executors.simulated import Shards
 from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.post_validation import Deferred
 
 if TYPE_CHECKING:
-    from colofunc.executors.backend import Backend, Finish
-
-Shards = list[torch.Tensor]
+    from colofunc.executors.backend import Backend, FinishRun
 
 
 class PostValidated:
@@ -132,7 +131,7 @@ class UnsettledStep:
     def __init__(
         self,
         run: PostValidated,
-        finish: Finish,
+        finish: FinishRun,
         values: dict[int, Shards],
         kept: list[tuple[torch.Tensor, torch.Tensor]],
         made: dict[int, Shards],

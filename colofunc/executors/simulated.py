@@ -25,7 +25,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.pools import accelerator, pool_of, reads_host_only
 from colofunc.executors.simulated_collectives import SimulatedWires
-from colofunc.executors.source import Look, Partition, Tap, Writer
+from colofunc.executors.source import LoopLine, Partition, Tap, Writer
 from colofunc.executors.step_function import StepFunction
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
@@ -79,7 +79,7 @@ class SimulatedProgram:
         return function.per_lane(function(flat))
 
     def write(
-        self, partition: Partition, device: torch.device, sparing: bool = True, look: Look | None = None
+        self, partition: Partition, device: torch.device, sparing: bool = True, look: LoopLine | None = None
     ) -> Writer:
         """The source for inputs that are shared as `partition` says."""
         wires = SimulatedWires(self.mesh)

@@ -70,7 +70,7 @@ class Wires(Protocol):
 
 Tap = Callable[["Writer", int, Node], None]
 """Writes lines of its own behind those of node number `int`, before what died there is freed (see `tap`)."""
-Look = Callable[["Writer"], str]
+LoopLine = Callable[["Writer"], str]
 """Says a line to write behind each node of a loop's body, before what died there is freed."""
 
 
@@ -87,14 +87,14 @@ class Writer:
         bound: Mapping[str, Callable[..., Any]] | None = None,
         sparing: bool = True,
         tap: Tap | None = None,
-        look: Look | None = None,
+        look: LoopLine | None = None,
         pool: Pool | None = None,
         whole: Program | None = None,
     ) -> None:
         """`whole`: the program before it was compiled, where it was.
 
         `sparing`: lanes that share a tensor may compute where a rank of its own would write in place. `pool`: where
-        what passes through the host lies; None: each copy allocates. `tap` and `look`: see `Tap` and `Look`.
+        what passes through the host lies; None: each copy allocates. `tap` and `look`: see `Tap` and `LoopLine`.
         """
         self.tap = tap
         self.look = look

@@ -21,10 +21,10 @@ from colofunc.mesh.device import gpu_of_process
 from colofunc.mesh.transport import carriers
 from colofunc.program.ir import Node
 
-Lanes = tuple[torch.Tensor, ...]
+LaneValues = tuple[torch.Tensor, ...]
 
 
-def values_tap(look: Callable[[int, tuple[Lanes, ...]], None]) -> Tap:
+def values_tap(look: Callable[[int, tuple[LaneValues, ...]], None]) -> Tap:
     """A tap that hands the results of every node to `look(index, per result: its tensor on each lane)`."""
 
     def tap(writer: Writer, index: int, node: Node) -> None:

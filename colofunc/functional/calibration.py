@@ -38,7 +38,7 @@ from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.meta import active_stacks
 
-Values = Mapping[str, Tensor]  # weight's name -> what was measured of its inputs
+InputMoments = Mapping[str, Tensor]  # weight's name -> what was measured of its inputs
 
 
 @attrs.frozen
@@ -196,7 +196,7 @@ class MeasuredWeights(WeightNames):
 # ---- what is made of them ----
 
 
-def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quantizer:
+def gptq(moments: InputMoments | Sequence[InputMoments], damping: float = DAMPING) -> Quantizer:
     """The scheme "gptq" in the format int4, for `cf.quantize`.
 
     moments: weight's name -> sum of x x^T over rows of its inputs, (i, i), as a step of `cf.input_moments` returns
@@ -209,7 +209,7 @@ def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quanti
     return calibrated(joined_statistics("cf.gptq", MOMENTS, moments), float(damping))
 
 
-def awq(moments: Values | Sequence[Values]) -> Quantizer:
+def awq(moments: InputMoments | Sequence[InputMoments]) -> Quantizer:
     """The scheme "awq" in the format int4, for `cf.quantize`: columns whose inputs are large are rounded more finely.
 
     moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which
@@ -218,7 +218,7 @@ def awq(moments: Values | Sequence[Values]) -> Quantizer:
     return input_scales.awq(joined_statistics("cf.awq", MOMENTS, moments))
 
 
-def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
+def smoothquant(maxima: InputMoments | Sequence[InputMoments], alpha: float = 0.5) -> Quantizer:
     """The scheme "smoothquant" in the format int8, for `cf.quantize`: outliers of inputs move into weights, both are
     rounded.
 
@@ -232,10 +232,12 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
     return input_scales.smoothquant(joined_statistics("cf.smoothquant", MAXIMA, maxima), float(alpha))
 
 
-def joined_statistics(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> WeightMeasures:
+def joined_statistics(
+    scheme: str, statistic: Statistic, values: InputMoments | Sequence[InputMoments]
+) -> WeightMeasures:
     """What several batches have measured together, in float64 on the host."""
     what, maker = statistic.what, statistic.maker
-    batches: list[Values] = []
+    batches: list[InputMoments] = []
     if isinstance(values, Mapping):
         batches = [values]
     elif isinstance(values, Iterable):

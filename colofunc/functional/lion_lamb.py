@@ -159,17 +159,17 @@ def _with_gradients(
 
 # ---- for cf.adapt ----
 
-Tensors = dict[str, Tensor]
-Updated = tuple[Tensors, dict[str, Tensors]]  # (params, state)
+NamedTensors = dict[str, Tensor]
+Updated = tuple[NamedTensors, dict[str, NamedTensors]]  # (params, state)
 
 
 @attrs.frozen
 class UpdateInputs:
     """What an update of all parameters reads. All but `step` and `finite` are by name, the state by key and name."""
 
-    params: Tensors
-    grads: Tensors
-    state: Mapping[str, Tensors]
+    params: NamedTensors
+    grads: NamedTensors
+    state: Mapping[str, NamedTensors]
     step: Tensor
     rates: Mapping[str, Tensor]
     options: Mapping[str, Mapping[str, Any]]
@@ -188,8 +188,8 @@ class Own:
 
 
 def _lion(given: UpdateInputs) -> Updated:
-    new: Tensors = {}
-    means: Tensors = {}
+    new: NamedTensors = {}
+    means: NamedTensors = {}
     for n, p in given.params.items():
         o = given.options[n]
         new[n], means[n] = lion(
@@ -201,10 +201,10 @@ def _lion(given: UpdateInputs) -> Updated:
 
 def _lamb(given: UpdateInputs) -> Updated:
     step, finite = given.step, given.finite
-    means: Tensors = {}
-    uncentered: Tensors = {}
-    directions: Tensors = {}
-    squares: Tensors = {}
+    means: NamedTensors = {}
+    uncentered: NamedTensors = {}
+    directions: NamedTensors = {}
+    squares: NamedTensors = {}
     for n, p in given.params.items():
         o = given.options[n]
         directions[n], squares[n], means[n], uncentered[n] = lamb_direction(
@@ -212,7 +212,7 @@ def _lamb(given: UpdateInputs) -> Updated:
             o["eps"], o["weight_decay"], o["maximize"], finite,
         )  # fmt: skip
     ratios = trust_ratios(list(squares.values()))
-    new: Tensors = {}
+    new: NamedTensors = {}
     for (n, p), ratio in zip(given.params.items(), ratios.unbind(), strict=True):
         rate = given.rates[n] * ratio
         new[n], _ = sgd(p, directions[n], None, step, rate, 0.0, 0.0, 0.0, False, False, finite)

@@ -63,7 +63,7 @@ from colofunc.untrusted import check
 PADDED = 4  # what the padded parts of a tensor hold is at most so many times its elements,
 PADDING = 1 << 16  # and so many more, of one that is smaller than the number of ranks
 
-Stored = tuple[Region, str, int, int]  # region, file, first byte, bytes
+StoredRange = tuple[Region, str, int, int]  # region, file, first byte, bytes
 
 
 @attrs.frozen
@@ -73,7 +73,7 @@ class FolderSizes:
     folder: Path
     _sizes: dict[str, int | None] = attrs.field(factory=dict)
 
-    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Stored]) -> None:
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredRange]) -> None:
         """Raise CheckpointError where the pieces of a tensor cannot be what the folder says."""
         if any(size < 0 for size in shape):
             raise CheckpointError(f"{self.folder}: {name!r} has shape {tuple(shape)}; load another checkpoint")

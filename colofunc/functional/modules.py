@@ -35,12 +35,12 @@ from colofunc.ops.plain import refuse_unlike
 from colofunc.ops.quantized import Quantized, still_packed
 from colofunc.ops.quantized_frozen import as_packed, opened_weight, sources
 from colofunc.program.lazy import LazyTensor, make
-from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
+from colofunc.program.tracing.attributes import KnownTensors, known_attributes, watch_attributes
 from colofunc.program.tracing.meta import name_frozen, watch_modules
 from colofunc.program.tracing.modules_used import note_model
 from colofunc.program.tracing.roles import is_traced, mark_role
 
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 
 @attrs.frozen(eq=False)
@@ -48,15 +48,17 @@ class Model:
     """A module taken apart. Build it with `functional`."""
 
     module: nn.Module
-    params: Tensors
-    frozen: Tensors
-    buffers: Tensors
+    params: NamedTensors
+    frozen: NamedTensors
+    buffers: NamedTensors
     adapters: tuple[Adapter, ...] = ()  # of `cf.lora`
     adapted: nn.Module | None = None  # the module that `cf.lora` was given, which has no adapters
-    attributes: Known = attrs.field(init=False, repr=False)  # tensors of the module that are no parameters or buffers
+    attributes: KnownTensors = attrs.field(
+        init=False, repr=False
+    )  # tensors of the module that are no parameters or buffers
 
     @attributes.default
-    def _held_now(self) -> Known:
+    def _held_now(self) -> KnownTensors:
         return known_attributes(self.module)
 
     @property
@@ -80,7 +82,7 @@ class Model:
 
     def apply(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
-    ) -> tuple[Any, Tensors]:
+    ) -> tuple[Any, NamedTensors]:
         """(out, new buffers): the module's forward with these parameters; nothing that is passed in changes."""
         self._check_names(params, buffers)
         note_model(self)
@@ -151,7 +153,7 @@ class _Around(nn.Module):
         return self.inside(*args, **kwargs)
 
 
-def _called(module: nn.Module, placed: Tensors, args: Any, kwargs: Any) -> Any:
+def _called(module: nn.Module, placed: NamedTensors, args: Any, kwargs: Any) -> Any:
     if not isinstance(module, torch.jit.ScriptModule):
         return functional_call(module, placed, args, kwargs, tie_weights=False)
     around = {f"inside.{name}": tensor for name, tensor in placed.items()}
@@ -160,7 +162,7 @@ def _called(module: nn.Module, placed: Tensors, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> Tensors:
+def _everywhere(module: nn.Module, held: Mapping[str, Tensor]) -> NamedTensors:
     """`held` under one name for each place: a weight of two modules has two, a module under two names has one.
 
     Torch's own tying swaps the tensors of a shared module twice, and leaves in the module what was swapped in.

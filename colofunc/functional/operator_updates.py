@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colofunc.functional import packed_moments
-from colofunc.functional.lion_lamb import Tensors, Updated, UpdateInputs
+from colofunc.functional.lion_lamb import NamedTensors, Updated, UpdateInputs
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.ops import update as ops
 from colofunc.ops.update_packed import adamw8
@@ -21,8 +21,8 @@ def elementwise(cls: type[torch.optim.Optimizer], given: UpdateInputs) -> Update
     """The update of a class that `update_rules` has a rule for."""
     keys = KINDS[cls.__name__].states
     state = given.state
-    new_params: Tensors = {}
-    new_state: dict[str, Tensors] = {key: {} for key in state}
+    new_params: NamedTensors = {}
+    new_state: dict[str, NamedTensors] = {key: {} for key in state}
     for name, param in given.params.items():
         before = [state[key].get(name) if key in state else None for key in keys]
         before += [None] * (3 - len(before))  # the operator has three places for state
@@ -40,8 +40,8 @@ def adamw(cls: type[torch.optim.Optimizer], given: UpdateInputs) -> Updated:
     """Adam and AdamW: with moments in bytes, with parameters that are rounded by a draw, or plain."""
     state, step, finite = given.state, given.step, given.finite
     first, second = MOMENTS
-    new_params: Tensors = {}
-    new_state: dict[str, Tensors] = {key: {} for key in state}
+    new_params: NamedTensors = {}
+    new_state: dict[str, NamedTensors] = {key: {} for key in state}
     for name, param in given.params.items():
         options = given.options[name]
         grad, rate = given.grads[name], given.rates[name]
@@ -80,8 +80,8 @@ def adamw(cls: type[torch.optim.Optimizer], given: UpdateInputs) -> Updated:
 
 def sgd(given: UpdateInputs) -> Updated:
     """SGD; parameters without momentum have no buffer."""
-    new_params: Tensors = {}
-    buffers: Tensors = {}
+    new_params: NamedTensors = {}
+    buffers: NamedTensors = {}
     for name, param in given.params.items():
         options = given.options[name]
         momentum, dampening, weight_decay = options["momentum"], options["dampening"], options["weight_decay"]

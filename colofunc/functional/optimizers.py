@@ -43,9 +43,9 @@ from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark_role
 from colofunc.program.tracing.tree import flatten, join, unflatten
 
-Schedule = Callable[[Tensor], Any]
-Tensors = dict[str, Tensor]
-State = dict[str, Any]
+RateSchedule = Callable[[Tensor], Any]
+NamedTensors = dict[str, Tensor]
+OptimizerState = dict[str, Any]
 OPERATORS = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.SGD: "sgd"}
 OF_COMPLEX = (torch.optim.SGD, torch.optim.ASGD)
 """Classes whose updates are linear in the gradient, so that complex parameters have torch's numbers."""
@@ -56,18 +56,18 @@ class Optimizer:
     """A class of `torch.optim`, or in its style, as two functions. Build it with `adapt`."""
 
     cls: type[torch.optim.Optimizer]
-    lr: float | Schedule
+    lr: float | RateSchedule
     options: Mapping[str, Any]  # the class's defaults and what was given
     groups: Mapping[str, Mapping[str, Any] | Optimizer]
 
-    def init(self, params: Any) -> State:
+    def init(self, params: Any) -> OptimizerState:
         """The state before the first update of a tree of tensors.
 
         Zeros of large, lazy or abstract ones are made on their shards, later.
         """
         params = named_parameters("init", params)
         self._check(params)
-        state: State = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
+        state: OptimizerState = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
         for part, names in self._parts(params):
             own_params = {name: params[name] for name in names}
             for key, tensors in part._init(own_params).items():
@@ -78,10 +78,10 @@ class Optimizer:
     def update(
         self,
         grads: Any,
-        opt_state: State,
+        opt_state: OptimizerState,
         params: Any,
         lr: float | Tensor | None = None,
-    ) -> tuple[Any, State]:
+    ) -> tuple[Any, OptimizerState]:
         """(params, state) after one update.
 
         Gradients are a tree like the parameters; None counts as zeros, so weight decay still acts.
@@ -99,15 +99,15 @@ class Optimizer:
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
             moments = {key: tensors for key, tensors in opt_state.items() if key != "step"}
-            new_params: Tensors = {}
-            new_moments: dict[str, Tensors] = {key: {} for key in moments}
+            new_params: NamedTensors = {}
+            new_moments: dict[str, NamedTensors] = {key: {} for key in moments}
             for part, names in self._parts(params):
                 moved, kept = self._update_part(part, names, grads, moments, params, step, lr)
                 new_params |= moved
                 for key, tensors in kept.items():
                     new_moments[key] |= tensors
         # Trees come back in the order in which they were given, whichever optimizer of a group updated what.
-        new_state: State = {}
+        new_state: OptimizerState = {}
         for key, before in opt_state.items():
             if key == "step":
                 new_state[key] = step
@@ -120,17 +120,17 @@ class Optimizer:
         part: Optimizer,
         names: list[str],
         grads: Mapping[str, Tensor | None],
-        moments: dict[str, Tensors],
-        params: Tensors,
+        moments: dict[str, NamedTensors],
+        params: NamedTensors,
         step: Tensor,
         lr: float | Tensor | None,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
+    ) -> tuple[NamedTensors, dict[str, NamedTensors]]:
         """(parameters, moments) of `names` after `part`, this optimizer or that of a group, has updated them."""
         own_params = {name: params[name] for name in names}
-        own_moments: dict[str, Tensors] = {}
+        own_moments: dict[str, NamedTensors] = {}
         for key, tensors in moments.items():
             own_moments[key] = {name: tensors[name] for name in names if name in tensors}
-        own_grads: Tensors = {}
+        own_grads: NamedTensors = {}
         for name, param in own_params.items():
             grad = grads[name]
             own_grads[name] = torch.zeros_like(param) if grad is None else grad
@@ -147,7 +147,7 @@ class Optimizer:
                     mixed.keeps(tensor, own_moments[key][name], finite)
         return moved, kept
 
-    def converted(self, opt_state: State, params: Any) -> State:
+    def converted(self, opt_state: OptimizerState, params: Any) -> OptimizerState:
         """The state of the same class with other `state_bits`, as this optimizer keeps it.
 
         For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. What is kept alike is not
@@ -175,7 +175,7 @@ class Optimizer:
             parts.setdefault(id(owner), (owner, []))[1].append(name)
         return [(part, names) for part, names in parts.values() if names]
 
-    def _init(self, params: Tensors) -> dict[str, Tensors]:
+    def _init(self, params: NamedTensors) -> dict[str, NamedTensors]:
         """{key: {name: tensor}} without the step count."""
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
@@ -188,7 +188,7 @@ class Optimizer:
             buffers = {name: zeros_like(param) for name, param in params.items() if self.of(name)["momentum"] != 0}
             return {"momentum_buffer": buffers} if buffers else {}
         if self.cls in OWN:
-            state: dict[str, Tensors] = {}
+            state: dict[str, NamedTensors] = {}
             for key in OWN[self.cls].states:
                 state[key] = {name: zeros_like(param) for name, param in params.items()}
             return state
@@ -200,13 +200,13 @@ class Optimizer:
 
     def _update(
         self,
-        grads: Tensors,
-        state: dict[str, Tensors],
-        params: Tensors,
+        grads: NamedTensors,
+        state: dict[str, NamedTensors],
+        params: NamedTensors,
         step: Tensor,
-        rates: Tensors,
+        rates: NamedTensors,
         finite: Tensor | None,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
+    ) -> tuple[NamedTensors, dict[str, NamedTensors]]:
         options = {name: self.of(name) for name in params}
         given = UpdateInputs(params, grads, state, step, rates, options, finite)
         kind = OPERATORS.get(self.cls)
@@ -238,11 +238,11 @@ class Optimizer:
 
     # ---- options ----
 
-    def _rates(self, params: Mapping[str, Tensor], step: Tensor, lr: float | Tensor | None = None) -> Tensors:
+    def _rates(self, params: Mapping[str, Tensor], step: Tensor, lr: float | Tensor | None = None) -> NamedTensors:
         """Name -> learning rate, a 0-dim float64 tensor; equal rates are one tensor."""
         tensors: dict[Any, Tensor] = {}
 
-        def tensor_of(rate: float | Schedule | Tensor) -> Tensor:
+        def tensor_of(rate: float | RateSchedule | Tensor) -> Tensor:
             if rate not in tensors:
                 value = rate((step - 1).to(torch.float64)) if callable(rate) else rate
                 if isinstance(value, Tensor):
@@ -318,7 +318,7 @@ class Optimizer:
             keys.remove("grad_avg")
         return keys
 
-    def _check_state(self, opt_state: State, params: Mapping[str, Tensor]) -> None:
+    def _check_state(self, opt_state: OptimizerState, params: Mapping[str, Tensor]) -> None:
         wanted = {"step"}
         for part, names in self._parts(params):
             for name in names:
@@ -356,7 +356,7 @@ SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 def adapt(
     cls: type[torch.optim.Optimizer],
-    lr: float | Schedule | None = None,
+    lr: float | RateSchedule | None = None,
     groups: Mapping[str, Mapping[str, Any] | Optimizer] | None = None,
     state_bits: int = 32,
     rounding: str = packed_moments.NEAREST,

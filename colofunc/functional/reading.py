@@ -5,7 +5,7 @@ order, same numbers. Idea: a DataLoader over a map-style data set is built again
 same global batches and hands on this coordinate's indices; where reading goes on in the middle of an epoch, it walks
 past the first batches without reading them.
 
-    rows = RowSampler(loader.batch_sampler, Cut(rows_of_rank))
+    rows = RowSampler(loader.batch_sampler, rows_of_rank)
     again = rebuilt(loader, rows)          # yields this rank's rows of each global batch
 """
 
@@ -26,7 +26,7 @@ from colofunc.program.tracing.tree import flatten, unflatten
 
 # How a rank cuts a batch of n rows: (positions of its rows among the padded batch's, rows of that); None drops the
 # batch.
-Cut = Callable[[int], tuple[Sequence[int], int] | None]
+RowsOfRank = Callable[[int], tuple[Sequence[int], int] | None]
 
 
 @attrs.frozen
@@ -44,7 +44,7 @@ class ReadBatch:
 class RowSampler:
     """A batch sampler: for each global batch of `inner` the indices that this rank reads."""
 
-    def __init__(self, inner: Any, cut: Cut | None) -> None:
+    def __init__(self, inner: Any, cut: RowsOfRank | None) -> None:
         self.inner = inner
         self.cut = cut
         self.skip = 0

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.errors import InputError
-from colofunc.program.lazy import Box, LazyTensor, make
+from colofunc.program.lazy import LazyTensor, Slices, make
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -89,7 +89,7 @@ class FromTape:
     def make(self) -> torch.Tensor:
         return self.tape.value(self.view)
 
-    def read(self, box: Box) -> torch.Tensor | None:
+    def read(self, box: Slices) -> torch.Tensor | None:
         return None
 
     def token(self) -> int:

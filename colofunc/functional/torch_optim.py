@@ -21,7 +21,7 @@ from colofunc.errors import InputError, near
 from colofunc.ops.update_rules import KINDS
 from colofunc.program.lazy import zeros_like
 
-Groups = Sequence[tuple[list[str], dict[str, Any]]]  # (names, options)
+ParamGroups = Sequence[tuple[list[str], dict[str, Any]]]  # (names, options)
 TRACEABLE = (*sorted(KINDS), "Muon")
 REFUSED = {
     "LBFGS": "it evaluates the loss an unknown number of times",
@@ -70,7 +70,9 @@ def defaults(cls: type[torch.optim.Optimizer], lr: Any, options: Mapping[str, An
     return {k: v for k, v in found.items() if k not in RUNNING}
 
 
-def _build(cls: type[torch.optim.Optimizer], groups: Groups, tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+def _build(
+    cls: type[torch.optim.Optimizer], groups: ParamGroups, tensors: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
     known = inspect.signature(cls).parameters
     running = {k: v for k, v in {"foreach": False, "fused": False, "capturable": True}.items() if k in known}
     found = []
@@ -86,7 +88,7 @@ def _build(cls: type[torch.optim.Optimizer], groups: Groups, tensors: Mapping[st
     return optimizer
 
 
-def init(cls: type[torch.optim.Optimizer], groups: Groups, params: Mapping[str, Tensor]) -> dict[str, Any]:
+def init(cls: type[torch.optim.Optimizer], groups: ParamGroups, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """{key: {name: tensor}} as the class makes it before its first step, without the step count."""
     tensors = {n: zeros_like(p).requires_grad_() for n, p in params.items()}
     for t in tensors.values():
@@ -98,7 +100,7 @@ def init(cls: type[torch.optim.Optimizer], groups: Groups, params: Mapping[str, 
 
 
 def update(
-    cls: type[torch.optim.Optimizer], groups: Groups, rates: Mapping[str, Tensor], grads: Mapping[str, Tensor],
+    cls: type[torch.optim.Optimizer], groups: ParamGroups, rates: Mapping[str, Tensor], grads: Mapping[str, Tensor],
     state: Mapping[str, Any], params: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
     """(params, state) after torch's own update on copies; for a class that counts no steps."""

@@ -17,8 +17,8 @@ from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
 from colofunc.functional.modules import Model
 from colofunc.functional.optimizers import Optimizer
 
-State = dict[str, Any]
-Step = Callable[[State, Any], tuple[State, dict[str, Tensor]]]
+TrainState = dict[str, Any]
+TrainStep = Callable[[TrainState, Any], tuple[TrainState, dict[str, Tensor]]]
 
 
 def default_loss(out: Any) -> Tensor:
@@ -70,7 +70,7 @@ def takes_batch(loss: Callable[..., Tensor]) -> bool:
 def train_step(
     model: Model, opt: Optimizer, loss: Callable[..., Tensor] = default_loss, clip: float | None = None,
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
-) -> tuple[Step, State]:  # fmt: skip
+) -> tuple[TrainStep, TrainState]:  # fmt: skip
     """(step_fn, state): `step_fn(state, batch) -> (state, metrics)`.
 
     `loss(out)` or `loss(out, batch)`, as its signature says. `inputs(batch)` gives what the model is called with, for
@@ -103,7 +103,7 @@ def train_step(
 
     with_batch = takes_batch(loss)
 
-    def step_fn(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+    def step_fn(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Tensor]]:
         if not isinstance(state, Mapping) or not {"params", "buffers", "opt"} <= set(state):
             has = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise InputError(

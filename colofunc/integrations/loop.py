@@ -46,7 +46,7 @@ SAMPLE = 1 << 18
 """Ranks compare about this many elements of each tensor of a batch."""
 PREFIX = "module."
 """In front of the names of parameters and buffers in `TrainingLoop.model`, whose module holds the loop's as `module`."""
-Run = Callable[[nn.Module, Any, Mapping[str, Any]], tuple[Tensor, Any]]
+RunLoss = Callable[[nn.Module, Any, Mapping[str, Any]], tuple[Tensor, Any]]
 """(module, batch, numbers) -> (loss, whatever the loop wants to see)."""
 
 
@@ -57,7 +57,7 @@ class _Call(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, run: Run, batch: Any, numbers: Mapping[str, Any]) -> Any:
+    def forward(self, run: RunLoss, batch: Any, numbers: Mapping[str, Any]) -> Any:
         return run(self.module, batch, numbers)
 
 
@@ -128,7 +128,7 @@ class TrainingLoop:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        run: Run,
+        run: RunLoss,
         stage: Callable[..., Staged],
         clip: Clip,
         mesh: Mesh,
@@ -389,7 +389,7 @@ def _step_fns(
     cls: type[torch.optim.Optimizer],
     groups: list[list[str]],
     options: list[dict[str, Any]],
-    run: Run,
+    run: RunLoss,
     clip: Clip,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The functions that are staged; `model` is in their closures, so that train and eval mode are part of the key."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from colofunc.mesh.curves import HOST_KERNEL, AttentionRate
-from colofunc.mesh.stopwatch import Run, least_run_s
+from colofunc.mesh.stopwatch import TimedCall, least_run_s
 
 HEADS, LENGTHS, CARD_LENGTHS = (64, 128), (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192, 16384)
 """As in the published tables, heads have 2,048 elements together, and sequences 16,384 rows; on a CPU an 8th of
@@ -29,19 +29,19 @@ CARD_WIDTH, CARD_ROWS, WIDTH, ROWS = 2048, 16384, 256, 2048
 BACKWARD_TIMES = 2.5
 """Operations of backward, beside those of forward: five products in place of two."""
 
-Rates = dict[tuple[str, int], tuple[tuple[float, ...], ...]]
+AttentionRates = dict[tuple[str, int], tuple[tuple[float, ...], ...]]
 """(kernel, elements of a head) -> (keys of a row, operations a second forward, backward), fewest keys first."""
-Calls = tuple[Run, Run]
+Calls = tuple[TimedCall, TimedCall]
 """Forward, and backward."""
 
 aten = torch.ops.aten
 
 
-def attention_rates(device: torch.device, deadline: float) -> Rates:
+def attention_rates(device: torch.device, deadline: float) -> AttentionRates:
     """Of causal attention by each kernel that the device runs. Empty where none takes it, or time is up."""
     is_card = device.type == "cuda"
     width, rows = (CARD_WIDTH, CARD_ROWS) if is_card else (WIDTH, ROWS)
-    absent, found = set[str](), Rates()
+    absent, found = set[str](), AttentionRates()
     for length in CARD_LENGTHS if is_card else LENGTHS:
         for kernel, make in KERNELS[device.type].items():
             for head in HEADS:
@@ -62,7 +62,7 @@ def attention_rates(device: torch.device, deadline: float) -> Rates:
     return found
 
 
-def attention_curves(rates: Rates, source: str) -> Iterator[AttentionRate]:
+def attention_curves(rates: AttentionRates, source: str) -> Iterator[AttentionRate]:
     """The same as records of a device."""
     for (kernel, head), points in rates.items():
         yield AttentionRate(
@@ -131,8 +131,8 @@ def _of_host(batch: int, heads: int, length: int, head: int, device: torch.devic
     )
 
 
-Make = Callable[[int, int, int, int, torch.device], Calls]
-KERNELS: dict[str, dict[str, Make]] = {
+MakeCalls = Callable[[int, int, int, int, torch.device], Calls]
+KERNELS: dict[str, dict[str, MakeCalls]] = {
     "cuda": {"flash": _flash, "cudnn": _cudnn, "efficient": _efficient}, "cpu": {HOST_KERNEL: _of_host},
 }  # fmt: skip
 """Of a kind of devices, by the names that `Device.attention` has; the first counts most where there is little time."""

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from colofunc.errors import MeshError, TopologyError, near
 from colofunc.mesh.topology import KINDS, Level, Topology
 
-Group = tuple[int, ...]
+RankGroup = tuple[int, ...]
 Stage = Callable[[str, tuple[str, int]], tuple[float, float] | None]
 """What was measured of a collective along an axis, or a part of one, of a size; None where nothing was."""
 
@@ -90,7 +90,7 @@ class GroupShape:
     domains: tuple[tuple[int, int], ...]
 
 
-def group_shapes(topology: Topology, groups: Sequence[Group]) -> tuple[GroupShape, ...]:
+def group_shapes(topology: Topology, groups: Sequence[RankGroup]) -> tuple[GroupShape, ...]:
     """How groups of equal size lie, each way once. For every kind of collective alike, so that a mesh asks once.
 
     Per level: domains that a group occupies, and the fewest ranks of it in one of them. See Note [Levels]. The fewest,
@@ -172,7 +172,7 @@ def rotation(n: int, by: int = 1) -> tuple[int, ...]:
 
 
 def permute_alpha_beta(
-    topology: Topology, groups: Sequence[Group], table: Sequence[int], mesh_size: int
+    topology: Topology, groups: Sequence[RankGroup], table: Sequence[int], mesh_size: int
 ) -> tuple[float, float]:
     """`alpha_beta` of a permute. table: per member of a group the one whose data it gets.
 

@@ -103,13 +103,15 @@ def measured_device(base: Device, device: torch.device, deadline: float) -> Devi
     )
 
 
-Point = tuple[float, ...]
+RatePoint = tuple[float, ...]
 """(size, rates of it)."""
-Rates = dict[Any, tuple[Point, ...]]
+RatesBySize = dict[Any, tuple[RatePoint, ...]]
 """By what they are of; points with the smallest size first."""
 
 
-def _round(device: torch.device, launch_s: float, began: float, seconds: float) -> tuple[Rates, Rates, Rates]:
+def _round(
+    device: torch.device, launch_s: float, began: float, seconds: float
+) -> tuple[RatesBySize, RatesBySize, RatesBySize]:
     """Products by dtype, attention by its kernel and the size of a head, other kernels by their kind."""
     return (
         product_rates(device, began + 0.45 * seconds),
@@ -118,11 +120,11 @@ def _round(device: torch.device, launch_s: float, began: float, seconds: float) 
     )
 
 
-def _best(first: Rates, second: Rates) -> Rates:
+def _best(first: RatesBySize, second: RatesBySize) -> RatesBySize:
     """The better of both at each size."""
-    found: Rates = {}
+    found: RatesBySize = {}
     for key in {**first, **second}:
-        points: dict[float, Point] = {}
+        points: dict[float, RatePoint] = {}
         for size, *rates in (*first.get(key, ()), *second.get(key, ())):
             points[size] = tuple(map(max, points.get(size, (0.0,) * len(rates)), rates))
         found[key] = tuple((size, *rates) for size, rates in sorted(points.items()))
@@ -191,14 +193,14 @@ def host_update_bytes_per_s() -> float:
 # ---- products
 
 
-def product_rates(device: torch.device, deadline: float) -> Rates:
+def product_rates(device: torch.device, deadline: float) -> RatesBySize:
     """By dtype, operations a second of square products by their operations, launches included, grown until one is long
     or time is up.
 
     What the device does not multiply is not there. A CPU without instructions for int8 multiplies it in float32, at the
     rate of that.
     """
-    found: Rates = {}
+    found: RatesBySize = {}
     makers: list[tuple[str, Callable[[int], Callable[[], object]]]] = []
     for dtype in DTYPES:
         makers.append((str(dtype).removeprefix("torch."), lambda n, dtype=dtype: _product(n, dtype, device)))  # type: ignore[misc]
@@ -250,7 +252,7 @@ def _int8_product(n: int, device: torch.device) -> Callable[[], object]:
     return lambda: compat.int_mm(a, b.t())
 
 
-def _rate_of(points: tuple[Point, ...], device: torch.device) -> float:
+def _rate_of(points: tuple[RatePoint, ...], device: torch.device) -> float:
     """Operations a second. On a CPU the middle of all sizes: a step has products of every size and shape, and none does
     better than these. On a GPU small ones are nothing but launches, which count by themselves, so there the best is the
     rate.
@@ -259,7 +261,7 @@ def _rate_of(points: tuple[Point, ...], device: torch.device) -> float:
     return max(rates) if device.type == "cuda" else statistics.median(rates)
 
 
-def sustained_part(points: tuple[Point, ...], device: torch.device, seconds: float) -> float:
+def sustained_part(points: tuple[RatePoint, ...], device: torch.device, seconds: float) -> float:
     """What is left of the best rate where products run one behind the other for some time."""
     flops, rate = max(points, key=lambda point: point[1])
     run = _product(round((flops / 2) ** (1 / 3)), DTYPES[0], device)
@@ -275,7 +277,7 @@ def sustained_part(points: tuple[Point, ...], device: torch.device, seconds: flo
     return min(1.0, count * flops / rate / last_s)
 
 
-def _product_curves(products: Rates, launch_s: float, part: float) -> Iterator[WorkRate]:
+def _product_curves(products: RatesBySize, launch_s: float, part: float) -> Iterator[WorkRate]:
     for dtype, points in products.items():
         yield WorkRate(
             "product",
@@ -295,10 +297,10 @@ def _beside(work: float, taken_s: float, launch_s: float) -> float:
 # ---- kernels by their bytes
 
 
-def work_rates(device: torch.device, launch_s: float, deadline: float) -> Rates:
+def work_rates(device: torch.device, launch_s: float, deadline: float) -> RatesBySize:
     """By kind of kernels, bytes a second by the bytes that they read and write, beside a launch."""
     dtype, sizes = (torch.bfloat16, CARD_BYTES_OF_WORK) if device.type == "cuda" else (torch.float32, BYTES_OF_WORK)
-    found: dict[Any, list[Point]] = {}
+    found: dict[Any, list[RatePoint]] = {}
     for size in sizes:
         if time.perf_counter() > deadline:
             break
@@ -308,7 +310,7 @@ def work_rates(device: torch.device, launch_s: float, deadline: float) -> Rates:
     return {kind: tuple(sorted(points)) for kind, points in found.items()}
 
 
-def _work_curves(work: Rates, device: torch.device) -> Iterator[WorkRate]:
+def _work_curves(work: RatesBySize, device: torch.device) -> Iterator[WorkRate]:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     for kind, points in work.items():
         yield WorkRate(kind, dtype, tuple((moved, rate) for moved, rate in points), SOURCE)

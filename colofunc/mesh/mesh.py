@@ -28,7 +28,7 @@ from colofunc import env
 from colofunc.errors import MeshError, near
 from colofunc.mesh import cost
 from colofunc.mesh.arguments import check_name, check_views, infer_sizes, sizes_text
-from colofunc.mesh.parts import Groups, axis_part, groups, offsets, other_parts
+from colofunc.mesh.parts import RankGroups, axis_part, groups, offsets, other_parts
 from colofunc.mesh.presets import DEFAULT_TOPOLOGY, resolve_topology
 from colofunc.mesh.topology import Topology
 
@@ -252,7 +252,7 @@ class Mesh:
                 ranks.append(rank)
         return tuple(ranks)
 
-    def groups(self, axes: Iterable[str]) -> Groups:
+    def groups(self, axes: Iterable[str]) -> RankGroups:
         """All groups of ranks that differ only in `axes` (axes or views).
 
         Inside a group, row-major by the given order of axes (first is major); groups are ordered row-major by the

@@ -18,8 +18,8 @@ from itertools import product
 
 from colofunc.errors import MeshError
 
-Axes = tuple[tuple[str, int], ...]
-Groups = tuple[tuple[int, ...], ...]
+SizedAxes = tuple[tuple[str, int], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 
 _PART = re.compile(r"(\w+)\[(\d+):(\d+)\]\Z")
 
@@ -35,7 +35,7 @@ def axis_part(name: str) -> tuple[str, int, int]:
     return found[1], int(found[2]), int(found[3])
 
 
-def other_parts(axes: Axes, chosen: tuple[str, ...]) -> tuple[str, ...]:
+def other_parts(axes: SizedAxes, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """What of each axis the chosen names leave, in the mesh's order, major first."""
     rest: list[str] = []
     for name, axis_size in axes:
@@ -52,7 +52,7 @@ def other_parts(axes: Axes, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def offsets(axes: Axes, chosen: tuple[str, ...]) -> tuple[int, ...]:
+def offsets(axes: SizedAxes, chosen: tuple[str, ...]) -> tuple[int, ...]:
     """Rank offsets of all indices along the chosen axes (or parts), row-major by the chosen order."""
     sizes, strides, stride = dict(axes), {}, 1
     for name, size in reversed(axes):
@@ -65,7 +65,7 @@ def offsets(axes: Axes, chosen: tuple[str, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def groups(axes: Axes, chosen: tuple[str, ...]) -> Groups:
+def groups(axes: SizedAxes, chosen: tuple[str, ...]) -> RankGroups:
     """All groups of ranks that differ only in the chosen axes (or parts); order as in `Mesh.groups`."""
     inside = offsets(axes, chosen)
     found = []

@@ -23,7 +23,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 _PART = re.compile(r"\s*([0-9]*\.[0-9]+)\s*")  # as a command line gives it: no unit, and a point, so that "1" is a byte
 _WORDS = "write a number of bytes above 0, or one with a unit such as '6GiB' or '80GB'"
 
-Room = tuple[int | None, float | None]
+MemoryLimit = tuple[int | None, float | None]
 """(bytes, part of the memory that there is); neither: all of it."""
 
 
@@ -32,7 +32,7 @@ def parse_bytes(size: str | int, what: str) -> int:
     return _bytes(size, what, _WORDS)
 
 
-def parse_room(room: str | int | float, what: str) -> Room:
+def parse_room(room: str | int | float, what: str) -> MemoryLimit:
     """A budget: bytes as above, a part of the memory that there is (0.5 or "0.5"), or "auto", all of it.
 
     Raises InputError.

@@ -33,7 +33,7 @@ COLD_CARD_BYTES = 1 << 28
 kernels."""
 LEAST_S = 1e-9
 
-Run = Callable[[], object]
+TimedCall = Callable[[], object]
 
 
 def wait(device: torch.device) -> None:
@@ -42,7 +42,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def least_run_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: bool = False) -> float:
+def least_run_s(run: TimedCall, device: torch.device, repeats: int = REPEATS, by_host: bool = False) -> float:
     """Least seconds of one run, after one to warm up. See Note [As in a step].
 
     by_host: for what is more than kernels of one device, such as collectives: until the host has seen the end of it, on
@@ -61,7 +61,7 @@ def least_run_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host:
     return max(min(taken), LEAST_S)
 
 
-def _on_host_s(run: Run, device: torch.device, by_host: bool) -> float:
+def _on_host_s(run: TimedCall, device: torch.device, by_host: bool) -> float:
     is_alone = device.type == "cpu" and not by_host and torch.get_num_threads() == 1 and _has_cores()
     clock = time.thread_time if is_alone else time.perf_counter
     wait(device)
@@ -77,7 +77,7 @@ def _has_cores() -> bool:
     return ranks <= env.cores()
 
 
-def card_s(run: Run, device: torch.device) -> float:
+def card_s(run: TimedCall, device: torch.device) -> float:
     """Seconds of one run by a card's own events; the card may still be busy with what it was given before."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.current_stream(device)

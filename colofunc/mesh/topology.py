@@ -38,7 +38,7 @@ _NOT_IN_OLDER_FILES = (
 )  # fmt: skip
 """Fields of a device, and what they are where a file has none."""
 
-Sharing = Literal["device", "pairs", "uplink", "medium"]
+LevelSharing = Literal["device", "pairs", "uplink", "medium"]
 """Whose a level's bandwidth is: each device's own link, through a switch to any other · each device's own, an equal
 part of it to each other device of its domain · one uplink per inner domain (a node's network card), shared by its
 devices · one medium per domain (a bus, the memory of a CPU box), shared by all devices in it."""
@@ -125,7 +125,7 @@ class Level:
     size: int | None = attrs.field(validator=_positive_or_none)
     bandwidth_bytes_per_s: float = attrs.field(validator=_positive, converter=float)
     latency_s: float = attrs.field(validator=_not_negative, converter=float)
-    sharing: Sharing = attrs.field(default="device", validator=_one_of("device", "pairs", "uplink", "medium"))
+    sharing: LevelSharing = attrs.field(default="device", validator=_one_of("device", "pairs", "uplink", "medium"))
     all_reduce_gain: float = attrs.field(default=1.0, validator=_positive, converter=float)
 
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import attrs
 
-from colofunc.ops.kernels import Run
+from colofunc.ops.kernels import HostRange
 
 # Stripes of more ranks are computed with a mask: so many calls are no longer quicker.
 MAX_COMBS = 16
@@ -64,7 +64,7 @@ class BandBlock:
         return self.left < 0 and self.right >= 0 and (self.j1 - self.j0) - (self.i1 - self.i0) + self.right == 0
 
 
-def known_band(causal: bool, window: int, rows: Run | None, columns: Run | None) -> Band | None:
+def known_band(causal: bool, window: int, rows: HostRange | None, columns: HostRange | None) -> Band | None:
     """The band of positions that the host knows; None where they do not lie at equal steps.
 
     A step of 0: a single row or column.
@@ -111,7 +111,9 @@ class Comb:
 
 
 @lru_cache(maxsize=4096)
-def combs(causal: bool, window: int, rows: Run | None, columns: Run | None, s: int, t: int) -> tuple[Comb, ...] | None:
+def combs(
+    causal: bool, window: int, rows: HostRange | None, columns: HostRange | None, s: int, t: int
+) -> tuple[Comb, ...] | None:
     """The calls that make up attention of s rows over t columns, mostly one; () where nobody sees anything.
 
     None where positions are not known, or lie so that they make no bands.

@@ -103,8 +103,10 @@ def _combs(
     return found
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, float, BandBlock], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, BandBlock], tuple[Tensor, Tensor, Tensor]]
+AttentionForward = Callable[[Tensor, Tensor, Tensor, float, BandBlock], tuple[Tensor, Tensor]]
+AttentionBackward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, BandBlock], tuple[Tensor, Tensor, Tensor]
+]
 
 
 def _columns(x: Tensor, comb: Comb) -> Tensor:
@@ -114,8 +116,8 @@ def _columns(x: Tensor, comb: Comb) -> Tensor:
 
 
 def _forward(
-    run: Forward, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, window: int, dropout: float,
-    seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None, *placed: Any,
+    run: AttentionForward, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool,
+    window: int, dropout: float, seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None, *placed: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A kernel over the rows and columns that see each other, mostly one call."""
     results = []
@@ -140,7 +142,7 @@ def _blind(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    run: Backward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float,
+    run: AttentionBackward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float,
     causal: bool, window: int, dropout: float, seed: Tensor | None, site: int, q_offset: Tensor | None, k_offset: Tensor | None,
     *placed: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

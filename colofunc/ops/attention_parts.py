@@ -21,7 +21,7 @@ from torch import Tensor
 from colofunc.errors import InputError
 from colofunc.ops.attention_bands import known_band
 from colofunc.ops.indices import dim_indices
-from colofunc.ops.kernels import Run, run_of
+from colofunc.ops.kernels import HostRange, run_of
 from colofunc.ops.random import keep_mask
 
 # Elements of scores alive at once on the plain path (all heads of a block of rows), and of a made mask. On the CPU what
@@ -78,7 +78,7 @@ def nonzero(offset: Tensor | None) -> bool:
     return offset is not None and (offset.dim() > 0 or int(offset) != 0)
 
 
-def known_positions(offset: Tensor | None) -> Run | None:
+def known_positions(offset: Tensor | None) -> HostRange | None:
     """Where rows or columns stand; None where the host does not know, or not at equal steps."""
     if offset is None:
         return 0, 1

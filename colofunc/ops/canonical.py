@@ -33,7 +33,7 @@ from colofunc.errors import TraceError
 from colofunc.ops.attention import attention
 from colofunc.ops.bags import bags_of
 from colofunc.ops.canonical_experts import Catcher
-from colofunc.ops.canonical_random import RANDOM_HANDLERS, Handler
+from colofunc.ops.canonical_random import RANDOM_HANDLERS, RandomHandler
 from colofunc.ops.ctc import reduced_ctc_loss
 from colofunc.ops.grouped import grouped_mm
 from colofunc.ops.linear import linear
@@ -259,7 +259,7 @@ def _embedding_bag(
     return bags_of(input, weight, mode, factors, padding_idx)
 
 
-def _dense_gradient(function: Any, position: int) -> Handler:
+def _dense_gradient(function: Any, position: int) -> RandomHandler:
     """`sparse`, the argument at `position`, asks for a gradient in another format.
 
     It has the same numbers dense, as all of a step is.
@@ -403,7 +403,7 @@ def _lstm(
     return x.transpose(0, 1) if batch_first else x, h_n, c_n
 
 
-HANDLERS: dict[Any, Handler] = {
+HANDLERS: dict[Any, RandomHandler] = {
     torch.ctc_loss: _ctc_loss,
     torch.lstm: _lstm,
     torch.masked_select: _masked_select,

@@ -20,7 +20,7 @@ from torch import Tensor
 from colofunc.errors import InputError, TraceError
 from colofunc.ops import random
 
-Handler = Callable[..., Any]
+RandomHandler = Callable[..., Any]
 # Scaled exponential units: minus the value that dropped activations take, from Klambauer et al. (2017), section 2.
 ALPHA = 1.7580993408473766
 
@@ -60,7 +60,7 @@ def _feature_dropout(mode: Mode, input: Tensor, p: float = 0.5, train: bool = Tr
     return input * (_noise(mode, input, p, True) * (0.0 if p == 1.0 else 1.0 / (1.0 - p)))
 
 
-def _alpha(feature: bool) -> Handler:
+def _alpha(feature: bool) -> RandomHandler:
     def alpha_dropout(mode: Mode, input: Tensor, p: float = 0.5, train: bool = False) -> Tensor:
         _check_p(p)
         if not train or p == 0.0 or input.numel() == 0:
@@ -74,7 +74,7 @@ def _alpha(feature: bool) -> Handler:
     return alpha_dropout
 
 
-def _in_place(handler: Handler) -> Handler:
+def _in_place(handler: RandomHandler) -> RandomHandler:
     def replaced(mode: Mode, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = handler(mode, input, *args, **kwargs)
         return input if result is input else input.copy_(result)
@@ -129,7 +129,7 @@ def _finish(x: Tensor, out: Tensor | None = None, requires_grad: bool = False, *
     return x.requires_grad_() if requires_grad else x
 
 
-def _factory(make: Handler) -> Handler:
+def _factory(make: RandomHandler) -> RandomHandler:
     def rand(mode: Mode, *sizes: Any, **kwargs: Any) -> Tensor:
         _own(kwargs.get("generator"))
         size, dtype = _size(sizes, kwargs), kwargs.pop("dtype", None) or torch.get_default_dtype()
@@ -138,7 +138,7 @@ def _factory(make: Handler) -> Handler:
     return rand
 
 
-def _like(make: Handler) -> Handler:
+def _like(make: RandomHandler) -> RandomHandler:
     def rand_like(mode: Mode, input: Tensor, **kwargs: Any) -> Tensor:
         _own(kwargs.get("generator"))
         return _finish(make(mode, input.shape, kwargs.pop("dtype", None) or input.dtype), **kwargs)
@@ -210,7 +210,7 @@ def _torch_normal(mode: Mode, mean: Any = 0.0, std: Any = 1.0, size: Any = None,
 # ---- in-place draws ----
 
 
-def _fill(make: Callable[..., Tensor]) -> Handler:
+def _fill(make: Callable[..., Tensor]) -> RandomHandler:
     def filled(mode: Mode, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         _own(generator)
         return input.copy_(make(mode, input, *args, **kwargs))
@@ -250,7 +250,7 @@ def _draw_random(mode: Mode, x: Tensor, *bounds: int) -> Tensor:
     return _integers(mode, low, high, x.shape, x.dtype)
 
 
-RANDOM_HANDLERS: dict[Any, Handler] = {
+RANDOM_HANDLERS: dict[Any, RandomHandler] = {
     torch.dropout: _dropout,
     torch.dropout_: _in_place(_dropout),
     torch.feature_dropout: _feature_dropout,

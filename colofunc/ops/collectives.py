@@ -319,34 +319,34 @@ _FIT = define("fit(Tensor x, int[] shape) -> Tensor", _fit, _fit_fake, (_fit_sav
 
 # ---- for local code ----
 
-Axes = str | Iterable[str]
+AxisNames = str | Iterable[str]
 
 
-def _group(axes: Axes, mesh: Mesh) -> tuple[list[str], int]:
+def _group(axes: AxisNames, mesh: Mesh) -> tuple[list[str], int]:
     """Atomic axes of more than one rank, and the size of their groups."""
     atoms = [atom for atom in mesh.atoms(axes) if mesh.part_size(atom) > 1]
     return atoms, prod(mesh.part_size(atom) for atom in atoms)
 
 
-def all_gather(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+def all_gather(x: Tensor, axes: AxisNames, mesh: Mesh) -> Tensor:
     """All members' x, (n, *x.shape)."""
     atoms, n = _group(axes, mesh)
     return _ALL_GATHER(x, atoms, n) if n > 1 else x.unsqueeze(0)
 
 
-def reduce_scatter(x: Tensor, axes: Axes, mesh: Mesh, how: str = "sum") -> Tensor:
+def reduce_scatter(x: Tensor, axes: AxisNames, mesh: Mesh, how: str = "sum") -> Tensor:
     """The reduction of all members' chunk i, for member i. x: (n, *s) -> s."""
     atoms, n = _group(axes, mesh)
     return _REDUCE_SCATTER(x, atoms, n, how) if n > 1 else x.squeeze(0)
 
 
-def all_reduce(x: Tensor, axes: Axes, mesh: Mesh, how: str = "sum") -> Tensor:
+def all_reduce(x: Tensor, axes: AxisNames, mesh: Mesh, how: str = "sum") -> Tensor:
     """The reduction of all members' x."""
     atoms, n = _group(axes, mesh)
     return _ALL_REDUCE(x, atoms, n, how) if n > 1 else x
 
 
-def all_to_all(x: Tensor, axes: Axes, mesh: Mesh, rows: Tensor | None = None, expected: int = 0) -> Tensor:
+def all_to_all(x: Tensor, axes: AxisNames, mesh: Mesh, rows: Tensor | None = None, expected: int = 0) -> Tensor:
     """Chunk j goes to member j; the result's chunk j comes from member j. x: (n, *s).
 
     rows: (s[0],) integers, all equal, and the same on all members: only so many rows of each chunk travel, nothing at
@@ -359,25 +359,25 @@ def all_to_all(x: Tensor, axes: Axes, mesh: Mesh, rows: Tensor | None = None, ex
     return _ALL_TO_ALL(x, atoms, n) if rows is None else _ALL_TO_ALL(x, atoms, n, rows, expected)
 
 
-def permute(x: Tensor, axes: Axes, mesh: Mesh, table: Sequence[int]) -> Tensor:
+def permute(x: Tensor, axes: AxisNames, mesh: Mesh, table: Sequence[int]) -> Tensor:
     """x of member table[i], for member i."""
     atoms, n = _group(axes, mesh)
     return _PERMUTE(x, atoms, n, list(table)) if n > 1 else x
 
 
-def axis_index(axes: Axes, mesh: Mesh) -> Tensor:
+def axis_index(axes: AxisNames, mesh: Mesh) -> Tensor:
     """This rank's row-major index along the axes, a 0-dim int64."""
     atoms, n = _group(axes, mesh)
     return _AXIS_INDEX(atoms) if n > 1 else torch.zeros((), dtype=torch.int64)
 
 
-def take_shard(x: Tensor, axes: Axes, mesh: Mesh) -> Tensor:
+def take_shard(x: Tensor, axes: AxisNames, mesh: Mesh) -> Tensor:
     """This rank's chunk of a copy. x: (n, *s) -> s."""
     atoms, n = _group(axes, mesh)
     return _TAKE_SHARD(x, atoms, n) if n > 1 else x.squeeze(0)
 
 
-def keep_first(x: Tensor, axes: Axes, mesh: Mesh, how: str = "sum") -> Tensor:
+def keep_first(x: Tensor, axes: AxisNames, mesh: Mesh, how: str = "sum") -> Tensor:
     """Copies as terms of a pending reduction: x on index 0 and zeros elsewhere for a sum, x everywhere for max, min."""
     atoms, n = _group(axes, mesh)
     return _KEEP_FIRST(x, atoms, n, how) if n > 1 and how == "sum" else x

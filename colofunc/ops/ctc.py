@@ -24,7 +24,7 @@ from colofunc.ops.define import define
 from colofunc.ops.selected import Selected, padded_selection
 
 MEAN, SUM = 1, 2  # torch's numbers of reductions
-Lengths = Tensor | Sequence[int]
+SequenceLengths = Tensor | Sequence[int]
 
 
 def _tables(
@@ -102,8 +102,8 @@ ctc_loss_backward = define(
 def reduced_ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Lengths,
-    target_lengths: Lengths,
+    input_lengths: SequenceLengths,
+    target_lengths: SequenceLengths,
     blank: int,
     reduction: int,
     zero_infinity: bool,
@@ -135,7 +135,7 @@ def reduced_ctc_loss(
     return losses if batched else losses.squeeze(0)
 
 
-def _as_tensor(lengths: Lengths, scores: Tensor) -> Tensor:
+def _as_tensor(lengths: SequenceLengths, scores: Tensor) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths.reshape(1) if lengths.dim() == 0 else lengths
     return torch.tensor(list(lengths), dtype=torch.int64, device=scores.device)

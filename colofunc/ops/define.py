@@ -48,7 +48,7 @@ KINDS: Mapping[str, str] = {
 """Kinds of operators that executors write themselves."""
 
 Where = Callable[[Mapping[str, Any]], bool]  # arguments by name -> whether
-Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
+GradientFns = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward, backward)
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +88,7 @@ def define(
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    gradient: Gradient | None = None,
+    gradient: GradientFns | None = None,
     namespace: str = NAMESPACE,
     library: torch.library.Library | None = None,
     for_compilers: Callable[..., Any] | None = None,

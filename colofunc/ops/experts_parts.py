@@ -22,10 +22,10 @@ INPUT_GRADIENTS, WEIGHT_GRADIENTS = "colofunc.experts_input_gradients", "colofun
 aten = torch.ops.aten
 
 Unary = Callable[[Tensor], Tensor]
-Gradient = Callable[[Tensor, Tensor], Tensor]  # (gradient of the result, input)
+UnaryGradient = Callable[[Tensor, Tensor], Tensor]  # (gradient of the result, input)
 
 # Activation -> itself and its gradient.
-ACTS: dict[str, tuple[Unary, Gradient]] = {
+ACTS: dict[str, tuple[Unary, UnaryGradient]] = {
     "silu": (aten.silu.default, aten.silu_backward.default),
     "gelu": (aten.gelu.default, aten.gelu_backward.default),
     "gelu_tanh": (

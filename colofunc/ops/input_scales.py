@@ -41,7 +41,9 @@ ALPHAS = tuple(k / 20 for k in range(20))
 LEAST = 1e-4
 """Channels below this part of the mean size count as of the mean size: those without inputs are rounded like others."""
 
-Found = Callable[[Iterable[Tensor], Tensor], Tensor]  # blocks of a weight's rows, what was measured of its inputs -> s
+FindScales = Callable[
+    [Iterable[Tensor], Tensor], Tensor
+]  # blocks of a weight's rows, what was measured of its inputs -> s
 
 
 def awq(moments: WeightMeasures) -> Quantizer:
@@ -63,7 +65,7 @@ class _Scaled:
 
     plain: Quantizer
     measured: WeightMeasures
-    find: Found
+    find: FindScales
 
     def named(self, name: str) -> Quantizer:
         """The scheme for the weight of this name."""

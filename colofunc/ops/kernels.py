@@ -31,7 +31,7 @@ from colofunc.ops.targets import overload
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels in Triton read as float32 without a loss."""
 # Positions on the host: element i is first + i * step; the step of a single number is 0.
-Run = tuple[int, int]
+HostRange = tuple[int, int]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -48,7 +48,7 @@ class Like:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    run: Run | None = None
+    run: HostRange | None = None
 
     @property
     def numel(self) -> int:
@@ -232,7 +232,7 @@ def _like(arg: Any) -> Any:
     return arg
 
 
-def run_of(x: torch.Tensor) -> Run | None:
+def run_of(x: torch.Tensor) -> HostRange | None:
     """Integers on the host as a run; None for what lies on a device or is no such run. Waits for nothing."""
     if x.device.type != "cpu" or x.dtype != torch.int64 or x.dim() > 1 or x.numel() == 0:
         return None

@@ -27,9 +27,9 @@ from colofunc.ops.seeds import GAMMA, ROUNDS, signed
 # Elements of a tile: on the CPU what stays in the second-level cache, elsewhere what bounds the memory.
 TILE = {"cpu": 1 << 18}
 OTHER_TILE = 1 << 24
-Rows = slice | Tensor
-Tile = tuple[Rows, slice, Tensor]
-Words = np.ndarray[Any, np.dtype[np.uint64]]
+RowIndex = slice | Tensor
+Tile = tuple[RowIndex, slice, Tensor]
+RandomWords = np.ndarray[Any, np.dtype[np.uint64]]
 WORD_ROUNDS = [(np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in ROUNDS]
 
 
@@ -41,7 +41,7 @@ def mix_(z: Tensor, spare: Tensor, top_only: bool = False) -> Tensor:
     return z.copy_(draws.mixed(z, top_only))
 
 
-def mix_words(z: Words, spare: Words, top_only: bool = False) -> None:
+def mix_words(z: RandomWords, spare: RandomWords, top_only: bool = False) -> None:
     """The same for NumPy's unsigned words, whose loops take half the time of torch's on int64: there is no sign to mask
     off, and products are faster.
     """

@@ -48,7 +48,7 @@ from colofunc.ops.quantized import (
 )
 from colofunc.ops.small_floats import E5M2, LARGEST, mxfp8_numbers, nvfp4_numbers
 
-Numbers = Callable[..., Mapping[str, Tensor]]
+QuantizeFn = Callable[..., Mapping[str, Tensor]]
 InputScale = Callable[[Iterable[Tensor]], Tensor]
 BLOCK_BYTES = 4 << 20
 """A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a
@@ -87,7 +87,7 @@ class Quantizer:
 
     name: str
     form: str = attrs.field(kw_only=True)
-    quantize: Numbers = attrs.field(kw_only=True, eq=False)
+    quantize: QuantizeFn = attrs.field(kw_only=True, eq=False)
     outliers: float | None = attrs.field(default=None, kw_only=True)
     float8_inputs: bool = attrs.field(default=False, kw_only=True)
     input_scale: InputScale | None = attrs.field(default=None, kw_only=True)

@@ -35,14 +35,14 @@ from colofunc.ops import random_kernels as kernels
 from colofunc.ops.define import define
 from colofunc.ops.facts import Facts
 from colofunc.ops.indices import Index, index_of, index_tensor
-from colofunc.ops.masks import Words, keep_tiles, mix_words
-from colofunc.ops.random_kernels import Place
+from colofunc.ops.masks import RandomWords, keep_tiles, mix_words
+from colofunc.ops.random_kernels import StridedPlace
 from colofunc.ops.seeds import GAMMA, MASK64, key_int, signed
 
 # Elements mixed at a time on the CPU: two buffers of words that stay in the second-level cache.
 TILE = 1 << 15
 # (words, the part of the result that they decide): changes both.
-Write = Callable[[Words, Any], Any]
+Write = Callable[[RandomWords, Any], Any]
 # (indices, key) -> numbers.
 Plain = Callable[[Tensor, Tensor], Tensor]
 
@@ -57,7 +57,7 @@ def _key(seed: Tensor, site: int) -> Tensor | int:
 # ---- tiles ----
 
 
-def _words(index: Index, key: int, top_only: bool) -> Iterator[tuple[slice, slice, Words]]:
+def _words(index: Index, key: int, top_only: bool) -> Iterator[tuple[slice, slice, RandomWords]]:
     """(rows, columns, bits) tile by tile, on the CPU; the bits are a buffer that the next tile overwrites.
 
     NumPy alone: a call of it costs a tenth of a call of torch, which in tiles of this size would be a third of the
@@ -84,7 +84,7 @@ def _filled(
     site: int,
     shape: Sequence[int],
     dtype: torch.dtype,
-    place: Place,
+    place: StridedPlace,
     write: Write,
     plain: Plain,
     top_only: bool = False,
@@ -156,7 +156,7 @@ def _random_bits(
     if kernels.has_kernel(seed, torch.int64):
         return kernels.numbers("bits", seed, site, shape, torch.int64, place)
 
-    def write(words: Words, part: Any) -> None:
+    def write(words: RandomWords, part: Any) -> None:
         np.copyto(part, words.view(np.int64))
 
     return _filled(seed, site, shape, torch.int64, place, write, draws.bits)
@@ -173,7 +173,7 @@ def _random_uniform(
     count = draws.UNIFORM_BITS[dtype]
     shift = np.uint64(64 - count)
 
-    def write(words: Words, part: Any) -> None:
+    def write(words: RandomWords, part: Any) -> None:
         np.right_shift(words, shift, out=words)
         np.copyto(part, words.view(np.int64), casting="unsafe")
         np.multiply(part, 2.0**-count, out=part)
@@ -195,7 +195,7 @@ def _random_normal(
     # In float64, so that float32 results agree to an ulp between devices.
     shift = np.uint64(64 - draws.NORMAL_BITS)
 
-    def write(words: Words, part: Any) -> None:
+    def write(words: RandomWords, part: Any) -> None:
         np.right_shift(words, shift, out=words)
         u = np.multiply(words.view(np.int64), draws.NORMAL_SCALE)
         np.add(u, draws.NORMAL_SHIFT, out=u)
@@ -308,7 +308,11 @@ def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 def _expression(
-    seed: Tensor, site: int | Tensor, shape: Sequence[int], place: Place, draw: Callable[[Tensor, Tensor], Tensor]
+    seed: Tensor,
+    site: int | Tensor,
+    shape: Sequence[int],
+    place: StridedPlace,
+    draw: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """`draw` of the indices and the key, all of one shape: a compiler would compute the key, one number, in a kernel of
     its own.

@@ -28,9 +28,9 @@ from colofunc.ops.kernels import Kernel, KernelCall, Rates
 
 ALWAYS = Threshold(256, 0)
 # (count, stride in the global index, stride in the operand)
-Atom = tuple[int, int, int]
-# As `ops.random.Place`: (sizes, strides, offset).
-Place = tuple[Sequence[int], Sequence[int], Tensor | None]
+IndexAtom = tuple[int, int, int]
+# Where in the numbers of the whole tensor an operand stands: (sizes, strides, offset).
+StridedPlace = tuple[Sequence[int], Sequence[int], Tensor | None]
 
 
 @attrs.frozen
@@ -41,7 +41,7 @@ class Draw:
 
     kind: str
     site: int
-    atoms: tuple[Atom, ...]
+    atoms: tuple[IndexAtom, ...]
     threshold: Threshold = ALWAYS
     scale: float = 1.0
     tables: tuple[Tensor, Tensor] | None = None
@@ -86,17 +86,17 @@ def has_kernel(like: Tensor, dtype: torch.dtype) -> bool:
 # ---- where elements lie ----
 
 
-def atoms_of(shape: Sequence[int], place: Place) -> tuple[Atom, ...]:
+def atoms_of(shape: Sequence[int], place: StridedPlace) -> tuple[IndexAtom, ...]:
     """Of a contiguous result."""
     sizes, strides, _ = place
     pairs = zip(*atoms(shape, sizes, strides), strict=True)
     return _merged([(n, far, 0) for n, far in pairs], operand=False)
 
 
-def atoms_like(out: Tensor, x: Tensor, place: Place) -> tuple[Atom, ...]:
+def atoms_like(out: Tensor, x: Tensor, place: StridedPlace) -> tuple[IndexAtom, ...]:
     """Of a dense result, made from x element by element."""
     sizes, strides, _ = place
-    found: list[Atom] = []
+    found: list[IndexAtom] = []
     per_dim = atoms_of_dims(x.shape, sizes, strides)
     for dim in sorted(range(x.dim()), key=out.stride, reverse=True):
         inner = x.shape[dim]
@@ -106,9 +106,9 @@ def atoms_like(out: Tensor, x: Tensor, place: Place) -> tuple[Atom, ...]:
     return _merged(found, operand=True)
 
 
-def _merged(given: Sequence[Atom], operand: bool) -> tuple[Atom, ...]:
+def _merged(given: Sequence[IndexAtom], operand: bool) -> tuple[IndexAtom, ...]:
     """The same by as few atoms as possible, at least one."""
-    found: list[Atom] = []
+    found: list[IndexAtom] = []
     for n, far, x_far in given:
         if n == 1:
             continue
@@ -178,13 +178,17 @@ def _start(out: Tensor, x: Tensor | None, seed: Tensor, offset: Tensor | None, d
     return out
 
 
-def numbers(kind: str, seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, place: Place) -> Tensor:
+def numbers(
+    kind: str, seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, place: StridedPlace
+) -> Tensor:
     """Bits, uniform or normal numbers."""
     out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
     return _start(out, None, seed, place[2], Draw(kind, site, atoms_of(shape, place)))
 
 
-def bernoulli(seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, q: float, place: Place) -> Tensor:
+def bernoulli(
+    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, q: float, place: StridedPlace
+) -> Tensor:
     out = torch.empty(tuple(shape), dtype=dtype, device=seed.device)
     return _start(out, None, seed, place[2], Draw("keep", site, atoms_of(shape, place), Threshold.of(q)))
 
@@ -203,7 +207,7 @@ def keep_table(seed: Tensor, site: int, index: Index, q: float, dtype: torch.dty
     return _start(out, None, seed, None, draw)
 
 
-def dropout(x: Tensor, seed: Tensor, site: int, p: float, place: Place) -> Tensor:
+def dropout(x: Tensor, seed: Tensor, site: int, p: float, place: StridedPlace) -> Tensor:
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out

@@ -26,15 +26,15 @@ from torch import Tensor
 from colofunc.ops.define import define_update
 
 States = tuple[Tensor, ...]
-Options = Mapping[str, float]
-Rule = Callable[[Tensor, Tensor, States, Tensor, Tensor, Options], tuple[Tensor, States]]
+RuleOptions = Mapping[str, float]
+UpdateRule = Callable[[Tensor, Tensor, States, Tensor, Tensor, RuleOptions], tuple[Tensor, States]]
 
 
 @attrs.frozen
 class OptimizerKind:
     """`states` and `options` are the class's own names, in the order in which the operator takes them."""
 
-    rule: Rule
+    rule: UpdateRule
     states: tuple[str, ...]
     options: tuple[str, ...]
 
@@ -51,32 +51,32 @@ def options_of(kind: str, options: Mapping[str, Any]) -> list[float]:
 # ---- rules: (param, grad, states, count, rate, options) -> (param, states) ----
 
 
-def _adadelta(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _adadelta(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     square, moved = s
     square = o["rho"] * square + (1 - o["rho"]) * g * g
     delta = (moved + o["eps"]).sqrt() / (square + o["eps"]).sqrt() * g
     return p - lr * delta, (square, o["rho"] * moved + (1 - o["rho"]) * delta * delta)
 
 
-def _adagrad(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _adagrad(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     total = s[0] + g * g
     return p - lr / (1 + (t - 1) * o["lr_decay"]) * (g / (total.sqrt() + o["eps"])), (total,)
 
 
-def _adamax(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _adamax(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     mean = s[0].lerp(g, 1 - o["betas"])
     largest = torch.maximum(s[1] * o["betas.1"], g.abs() + o["eps"])
     return p - lr / (1 - o["betas"] ** t) * (mean / largest), (mean, largest)
 
 
-def _asgd(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _asgd(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     eta, mu, average = s
     p = p * (1 - o["lambd"] * eta) - eta * g
     average = average + (p - average) * mu
     return p, (lr / (1 + o["lambd"] * lr * t) ** o["alpha"], 1 / (t - o["t0"]).clamp(min=1.0), average)
 
 
-def _nadam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _nadam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     product, mean, square = s
     here, there = (o["betas"] * (1 - 0.5 * 0.96 ** ((t + k) * o["momentum_decay"])) for k in (0, 1))
     product = (product.to(torch.float64) * here).to(product.dtype)
@@ -88,7 +88,7 @@ def _nadam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -
     return p, (product, mean, square)
 
 
-def _radam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _radam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     mean, square = s[0].lerp(g, 1 - o["betas"]), o["betas.1"] * s[1] + (1 - o["betas.1"]) * g * g
     power = o["betas.1"] ** t
     most = 2 / (1 - o["betas.1"]) - 1
@@ -100,7 +100,7 @@ def _radam(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -
     return p - lr / (1 - o["betas"] ** t) * mean * step, (mean, square)
 
 
-def _rmsprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _rmsprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     square, buffer, mean = s
     square = o["alpha"] * square + (1 - o["alpha"]) * g * g
     variance = square
@@ -113,7 +113,7 @@ def _rmsprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options)
     return p - lr * step, (square, buffer, mean)
 
 
-def _rprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -> tuple[Tensor, States]:
+def _rprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: RuleOptions) -> tuple[Tensor, States]:
     sign = (g * s[0]).sign()
     factor = torch.where(sign > 0, o["etas.1"], torch.where(sign < 0, o["etas"], 1.0))
     size = (s[1] * factor.to(s[1].dtype)).clamp(o["step_sizes"], o["step_sizes.1"])

@@ -81,19 +81,19 @@ class CountedProposal(Generic[P]):
 
 Propose = Callable[[int | None, float], Proposal[P]]
 """(bytes to keep to, seconds that a byte at the peak costs) -> the cheapest sharding then."""
-Finish = Callable[[P, float], FinishedProgram]
+FinishSharding = Callable[[P, float], FinishedProgram]
 """(plan, seconds more from which on it is of no use) -> the finished program."""
 EndS = Callable[[FinishedProgram], float]
 """A finished program -> seconds of a step by the clock."""
 Others = Callable[[float | None], Iterable[Proposal[P]]]
 """Seconds that a byte costs (None: nothing fits so far) -> further shardings, the cheapest first."""
-Point = tuple[int, float]
+TradeOff = tuple[int, float]
 """Bytes at the peak and seconds of one sharding."""
 
 
 def decide_jointly(
     propose: Propose[P],
-    finish: Finish[P],
+    finish: FinishSharding[P],
     budget_bytes: int,
     parts: int = 1,
     tries: int = 4,
@@ -122,7 +122,7 @@ def decide_jointly(
 def decide_from_known(
     known: Proposal[P],
     propose: Propose[P],
-    finish: Finish[P],
+    finish: FinishSharding[P],
     budget_bytes: int,
     parts: int = 1,
     end_s: EndS | None = None,
@@ -164,16 +164,16 @@ def frontier(propose: Propose[P], max_prices: int) -> list[Proposal[P]]:
     return different
 
 
-def _pareto_line(points: Iterable[Point]) -> list[Point]:
+def _pareto_line(points: Iterable[TradeOff]) -> list[TradeOff]:
     """The points that no other beats in both bytes and seconds, from the leanest to the fastest."""
-    line = list[Point]()
+    line = list[TradeOff]()
     for peak_bytes, cost_s in sorted(points):
         if not line or cost_s < line[-1][1]:
             line.append((peak_bytes, cost_s))
     return line
 
 
-def _price_between(lean: Point, fast: Point) -> float:
+def _price_between(lean: TradeOff, fast: TradeOff) -> float:
     """Seconds a byte at which a lean plan and a fast one cost the same."""
     (lean_bytes, lean_s), (fast_bytes, fast_s) = lean, fast
     return (lean_s - fast_s) / (fast_bytes - lean_bytes)
@@ -190,14 +190,16 @@ def _first_new(prices_s: Iterable[float], asked_s: Sequence[float]) -> float | N
 class _JointSearch(Generic[P]):
     """What one search has proposed and finished so far, and the steps that it is made of."""
 
-    def __init__(self, propose: Propose[P], finish: Finish[P], budget_bytes: int, aim_bytes: int, small: bool) -> None:
+    def __init__(
+        self, propose: Propose[P], finish: FinishSharding[P], budget_bytes: int, aim_bytes: int, small: bool
+    ) -> None:
         self.propose = propose
         self.finish = finish
         self.budget_bytes = budget_bytes
         self.aim_bytes = aim_bytes  # the budget in terms of the estimate, which knows nothing of microbatches
         self.small = small
         self.finished: list[CountedProposal[P]] = []
-        self.proposed: set[Point] = set()  # of all proposals, finished or not
+        self.proposed: set[TradeOff] = set()  # of all proposals, finished or not
         self.best: CountedProposal[P] | None = None
         # Seconds of whatever keeps to the budget without help, at least: as far as searches at prices find what is
         # cheapest.
@@ -394,7 +396,7 @@ class _JointSearch(Generic[P]):
         """
         best_bytes = self.aim_bytes if self.best is None else self.best.proposal.peak_bytes
 
-        def distance_bytes(neighbours: tuple[Point, Point]) -> int:
+        def distance_bytes(neighbours: tuple[TradeOff, TradeOff]) -> int:
             (lean_bytes, _), (fast_bytes, _) = neighbours
             return min(abs(lean_bytes - best_bytes), abs(fast_bytes - best_bytes))
 

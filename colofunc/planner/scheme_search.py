@@ -66,11 +66,11 @@ class CountedSchemes:
     why: str = ""
 
 
-Finish = Callable[[Picks], CountedSchemes]
+CountPicks = Callable[[Picks], CountedSchemes]
 
 
 def search(
-    weights: Sequence[WeightOptions], finish: Finish, rise: float | None = None, limit_s: float | None = None
+    weights: Sequence[WeightOptions], finish: CountPicks, rise: float | None = None, limit_s: float | None = None
 ) -> Picks:
     """The best choice that fits, as said above. Raises PlanError where none was found."""
     return _Search(weights, finish, rise, limit_s).run()
@@ -97,7 +97,7 @@ def _needs_as_much(option: Option, other: Option) -> bool:
 @attrs.define(eq=False)
 class _Search:
     weights: Sequence[WeightOptions]
-    finish: Finish
+    finish: CountPicks
     rise: float | None
     limit_s: float | None
     tried: dict[Picks, CountedSchemes] = attrs.field(factory=dict)

@@ -23,7 +23,7 @@ from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.ir import Program, Value
 from colofunc.program.places import distinct_ranks, on_rank
 
-Shares = Mapping[str, float]  # weight -> its part of a value's bytes; all parts of a value are 1 together
+WeightShares = Mapping[str, float]  # weight -> its part of a value's bytes; all parts of a value are 1 together
 REST = ""
 """Stands for parameters and buffers that nobody asks about."""
 KEPT = ("param", "frozen", "buffer", "state")
@@ -55,7 +55,7 @@ class _Charge:
         self.names, self.mesh, self.rule_of = names, mesh, rule_of
         self.spent = dict.fromkeys((*names, REST), 0.0)
 
-    def owner(self, value: Value) -> Shares:
+    def owner(self, value: Value) -> WeightShares:
         """Whose a value with a name is. Parts of a weight, and what is gathered of it, have its name."""
         name = value.name
         base, _, part = name.rpartition(".")
@@ -65,9 +65,9 @@ class _Charge:
             return {name: 1.0}
         return {next((known for known in self.names if name and same_weight(name, known)), REST): 1.0}
 
-    def run(self, program: Program, own: dict[int, Shares], trips: int) -> None:
+    def run(self, program: Program, own: dict[int, WeightShares], trips: int) -> None:
         """own: value -> whose it is; it grows."""
-        charged: dict[int, Shares] = {}  # position of a node -> who pays for it
+        charged: dict[int, WeightShares] = {}  # position of a node -> who pays for it
         for position, node in enumerate(program.nodes):
             read = [id for id in node.refs if id in own]
             if not read:
@@ -96,7 +96,7 @@ class _Charge:
                 self.spent[name] += seconds * share
 
 
-def _shares_of_rounding(program: Program, charged: Mapping[int, Shares]) -> dict[int, Shares]:
+def _shares_of_rounding(program: Program, charged: Mapping[int, WeightShares]) -> dict[int, WeightShares]:
     """Who pays for the nodes that round inputs, by position: those who pay for what reads them, each reader alike.
 
     charged: who pays for the nodes that read weights.
@@ -109,7 +109,7 @@ def _shares_of_rounding(program: Program, charged: Mapping[int, Shares]) -> dict
         if position not in charged and node.loop is None and (node.target in ROUNDING or is_passing):
             rounding.append(position)
             made_there.update(node.results)
-    found: dict[int, Shares] = {}
+    found: dict[int, WeightShares] = {}
     for position in reversed(rounding):
         reading = [reader for id in program.nodes[position].results for reader in program.readers.get(id, ())]
         shares: dict[str, float] = {}
@@ -121,7 +121,9 @@ def _shares_of_rounding(program: Program, charged: Mapping[int, Shares]) -> dict
     return found
 
 
-def _shares_of_values(read: Collection[int], own: Mapping[int, Shares], values: Mapping[int, Value]) -> Shares:
+def _shares_of_values(
+    read: Collection[int], own: Mapping[int, WeightShares], values: Mapping[int, Value]
+) -> WeightShares:
     """Whose several values are, by their bytes."""
     total = sum(values[id].nbytes for id in read) or 1
     shares: dict[str, float] = {}
@@ -131,6 +133,6 @@ def _shares_of_values(read: Collection[int], own: Mapping[int, Shares], values: 
     return shares
 
 
-def _without_rest(shares: Shares) -> Shares:
+def _without_rest(shares: WeightShares) -> WeightShares:
     total = sum(share for name, share in shares.items() if name != REST)
     return {name: share / total for name, share in shares.items() if name != REST}

@@ -61,8 +61,8 @@ LINEAR_LAYERS = (
     "b o, b i -> o i", "b i, b o -> i o", "b i, b o -> o i", "b o, b i -> i o",
 )  # fmt: skip
 """What `as_product` may say: a linear layer, its gradient for the inputs, and that for the weight."""
-Reference = Callable[..., Any]
-Backward = Callable[[tuple[Any, ...], Any, Any], Any]
+ReferenceFn = Callable[..., Any]
+BackwardFn = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 @attrs.frozen(eq=False)
@@ -70,14 +70,14 @@ class PluginOperator:
     """An operator that `operator` registered. Calling it is one node of a trace; `name` is what hooks call it."""
 
     name: str
-    reference: Reference
+    reference: ReferenceFn
     signature: inspect.Signature
     schema: str
     defined: Operator
     listed: type[torch.autograd.Function] | None  # where it takes or gives lists of tensors
     library: torch.library.Library
-    kernel: Reference
-    fake: Reference
+    kernel: ReferenceFn
+    fake: ReferenceFn
     save: Callable[..., None]
     pull: Callable[..., list[Any]]
 
@@ -107,14 +107,14 @@ def operator(
     reduce: Mapping[str, str] | None = None,
     linear: Iterable[Iterable[int]] = (),
     mults: bool = False,
-    backward: Backward | None = None,
+    backward: BackwardFn | None = None,
     backward_products: Sequence[str] = (),
     as_product: str = "",
     weights: Sequence[str] = (),
     rows: str = "",
     row_order: str = "",
     work: str = "",
-) -> Callable[[Reference], PluginOperator]:
+) -> Callable[[ReferenceFn], PluginOperator]:
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
 
     `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.ext.pattern`), or a function `rule(call)`. A
@@ -166,7 +166,7 @@ def operator(
     mults = mults or bool(as_product)
     facts = _facts(name, mults, backward_products, as_product, rows, row_order, work)
 
-    def register(reference: Reference) -> PluginOperator:
+    def register(reference: ReferenceFn) -> PluginOperator:
         signature = _signature(name, reference)
         schema = _schema(name, short, reference)
         positions = _positions(name, schema, weights)
@@ -236,7 +236,7 @@ def _defined(name: str, schema: str, space: str) -> Defined:
     return defined, listed, library
 
 
-def _defined_before(name: str, reference: Reference, schema: str) -> Defined | None:
+def _defined_before(name: str, reference: ReferenceFn, schema: str) -> Defined | None:
     """What the same function of a module registered with these arguments.
 
     Raises PluginError where another one has the name.
@@ -258,7 +258,7 @@ def _defined_before(name: str, reference: Reference, schema: str) -> Defined | N
     return before.defined, before.listed, before.library
 
 
-def _source(reference: Reference) -> str:
+def _source(reference: ReferenceFn) -> str:
     """`mylib.layers.gated`; of a callable object its class."""
     name = getattr(reference, "__qualname__", type(reference).__qualname__)
     return f"{reference.__module__}.{name}"
@@ -267,7 +267,7 @@ def _source(reference: Reference) -> str:
 # ---- signature and rule ----
 
 
-def _signature(name: str, reference: Reference) -> inspect.Signature:
+def _signature(name: str, reference: ReferenceFn) -> inspect.Signature:
     """The reference's.
 
     Raises PluginError for kinds of arguments, and an order of them, that an operator cannot have.
@@ -286,7 +286,7 @@ def _signature(name: str, reference: Reference) -> inspect.Signature:
     return signature
 
 
-def _by_position(reference: Reference, signature: inspect.Signature) -> Reference:
+def _by_position(reference: ReferenceFn, signature: inspect.Signature) -> ReferenceFn:
     """The reference, called with all arguments by position; the operator itself has no keyword-only ones."""
     named: list[str] = []
     for parameter in signature.parameters.values():
@@ -303,7 +303,7 @@ def _by_position(reference: Reference, signature: inspect.Signature) -> Referenc
     return plain
 
 
-def _schema(name: str, short: str, reference: Reference) -> str:
+def _schema(name: str, short: str, reference: ReferenceFn) -> str:
     """The schema that torch infers from the annotations, with all arguments by position.
 
     For instance `gated(Tensor x, Tensor gate) -> Tensor`.
@@ -451,14 +451,14 @@ def _check_rule(name: str, rule: str, schema: str) -> None:
 # ---- kernel and shapes ----
 
 
-def _kernel(reference: Reference) -> Reference:
+def _kernel(reference: ReferenceFn) -> ReferenceFn:
     def kernel(*args: Any) -> Any:
         return _own(reference(*args), args)
 
     return kernel
 
 
-def _fake(name: str, reference: Reference) -> Reference:
+def _fake(name: str, reference: ReferenceFn) -> ReferenceFn:
     def fake(*args: Any) -> Any:
         with _Pure(name, args):
             return _own(reference(*args), args)
@@ -531,7 +531,7 @@ def _save(outputs_too: bool) -> Callable[..., None]:
     return save
 
 
-def _gradient(name: str, reference: Reference, backward: Backward | None) -> Callable[..., list[Any]]:
+def _gradient(name: str, reference: ReferenceFn, backward: BackwardFn | None) -> Callable[..., list[Any]]:
     """The gradients of the flat arguments."""
 
     def gradient(ctx: Any, *grads: Any) -> list[Any]:
@@ -587,7 +587,7 @@ def _of_each(name: str, inputs: tuple[Any, ...], counts_of_inputs: Lengths, give
     return of_tensors
 
 
-def _of_reference(reference: Reference, ctx: Any, items: list[Any], grads: tuple[Any, ...]) -> list[Any]:
+def _of_reference(reference: ReferenceFn, ctx: Any, items: list[Any], grads: tuple[Any, ...]) -> list[Any]:
     """The gradient of the reference, computed with it again: nothing between operands and results is kept."""
     needs = list(truths(ctx.needs_input_grad))[ctx.leading :]
     wanted = [position for position in ctx.tensors if needs[position]]

@@ -34,7 +34,7 @@ lies above this layer, and only what reads and writes such files has it loaded."
 HINTS = "colofunc.integrations.hints"
 """The one that knows what users of other libraries can write, loaded where an error asks for it."""
 
-StrategyFn = Callable[..., Any]
+StrategyHook = Callable[..., Any]
 """(call, mesh), and the rule of the call where it takes an argument of the name `rule`."""
 
 
@@ -47,7 +47,7 @@ class Registry:
     """What is known: one table per hook, and the names of the plugins asked."""
 
     rules: Mapping[str, Callable[[Call], Rule | None]]
-    strategies: Mapping[str, tuple[StrategyFn, ...]]
+    strategies: Mapping[str, tuple[StrategyHook, ...]]
     plans: Mapping[str, Callable[..., Any]]
     candidate_plans: Mapping[str, Callable[..., Any]]
     memory_policies: Mapping[str, Any]
@@ -103,7 +103,7 @@ def name_of(fn: Any) -> str:
     return f"{written.__module__}.{written.__qualname__}"
 
 
-def _takes_rule(fn: StrategyFn) -> bool:
+def _takes_rule(fn: StrategyHook) -> bool:
     """Whether a function of strategies wants the rule of the call: a parameter that nobody has given yet."""
     try:
         parameter = signature(fn).parameters.get("rule")
@@ -112,7 +112,7 @@ def _takes_rule(fn: StrategyFn) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def _given(fn: StrategyFn, call: Call, mesh: Mesh, rule_of: Callable[[Call], Rule | None]) -> list[Any]:
+def _given(fn: StrategyHook, call: Call, mesh: Mesh, rule_of: Callable[[Call], Rule | None]) -> list[Any]:
     """What a function of strategies yields for a call. Raises PluginError where it fails."""
     told = {"rule": rule_of(call)} if _takes_rule(fn) else {}
     try:

@@ -193,7 +193,7 @@ def _alone_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleO
     return _kernel_s(node, values, mesh, work) if work[0] or work[1] else 0.0
 
 
-def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -> float:
+def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: NodeWork) -> float:
     """Seconds of a kernel that nobody has chosen among several."""
     flops, moved, dtype = work
     attention = mesh.topology.device.attention
@@ -259,13 +259,13 @@ def does_work(target: str) -> bool:
     return _sort_of(target) == WORK
 
 
-Work = tuple[float, float, str]
+NodeWork = tuple[float, float, str]
 """(flops, bytes read and written, dtype name)"""
 MOST_CALLS = 1 << 15
 """Calls of which the work is kept, of one set of rules."""
 
 
-def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
+def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> NodeWork:
     """Work of one compute node from its own shapes.
 
     Layers are alike, and candidates of a plan differ in few nodes: what a call does is worked out once, and found again
@@ -281,7 +281,7 @@ def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
 
 
 @lru_cache(maxsize=64)
-def _works(rule_of: RuleOf) -> dict[Any, Work]:
+def _works(rule_of: RuleOf) -> dict[Any, NodeWork]:
     return {}
 
 
@@ -314,7 +314,7 @@ def _describe(args: tuple[Any, ...], values: Mapping[int, Value], key: list[Any]
             key += (type(arg), arg)
 
 
-def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
+def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> NodeWork:
     call, _ = call_of(node, values)
     types = [each for each in (*call.ins, *call.outs) if each is not None]
     dtype = arithmetic_dtype([(each.dtype, prod(each.shape)) for each in types])

@@ -33,7 +33,7 @@ from colofunc.ops.targets import is_view
 from colofunc.program.beside_products import is_in_chunks
 from colofunc.program.facts import WIRE, is_wire, rearrange_steps
 from colofunc.program.ir import LOOP, Node, Program
-from colofunc.program.result_storages import Made, Meta, contiguous, rearranged, storages_of
+from colofunc.program.result_storages import ResultStorage, StridedMeta, contiguous, rearranged, storages_of
 
 REARRANGE, WAIT, SLICE = "colofunc.rearrange", "colofunc.wait", "aten.slice.Tensor"
 WIRES = frozenset(f"colofunc.{kind}{end}" for kind in WIRE - {"all_gather_flat"} for end in ("", "_start"))
@@ -116,22 +116,22 @@ def _of_contiguous(
     return home < 0, _have_gaps(meta)
 
 
-def _have_gaps(meta: Meta) -> bool:
+def _have_gaps(meta: StridedMeta) -> bool:
     shape, strides, dtype = meta
     dense = contiguous(shape, dtype)[1]
     return any(size > 1 and step != own for size, step, own in zip(shape, strides, dense, strict=True))
 
 
-class _Lies(Mapping[int, Meta]):
+class _Lies(Mapping[int, StridedMeta]):
     """How values lie, worked out when they are asked for. `makers`: of values that only describe other memory, the
     position of the node that makes each, as far as the program was read."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.makers: dict[int | None, int] = {}
-        self.known: dict[int, Meta] = {}
+        self.known: dict[int, StridedMeta] = {}
 
-    def __getitem__(self, id: int) -> Meta:
+    def __getitem__(self, id: int) -> StridedMeta:
         known = self.known.get(id)
         if known is None:
             known = self.known[id] = self._found(id)
@@ -187,11 +187,11 @@ class _Lies(Mapping[int, Meta]):
             node = self.program.makers.get(node.refs[0])
         return node if node is not None and is_wire(node) else None
 
-    def _rearranged(self, node: Node) -> Made:
+    def _rearranged(self, node: Node) -> ResultStorage:
         ref, pattern, names, sizes = node.args
         return rearranged(self[ref.id], rearrange_steps(pattern, names, sizes, self.program.values[ref.id].shape))
 
-    def _found(self, id: int) -> Meta:
+    def _found(self, id: int) -> StridedMeta:
         value = self.program.values[id]
         if id in self.makers:
             node = self.program.nodes[self.makers[id]]

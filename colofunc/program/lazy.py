@@ -35,7 +35,7 @@ from colofunc.spec.parts import holds, shared_parts
 from colofunc.spec.regions import region_of
 from colofunc.spec.transfer import part
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 # Zeros of a tensor with data are lazy from this size on; smaller ones are easier to look at as what they are.
 LARGE_BYTES = 1 << 20
 
@@ -48,7 +48,7 @@ class Source(Protocol):
     def make(self) -> torch.Tensor:
         """The whole value, in memory of its own."""
 
-    def read(self, box: Box) -> torch.Tensor | None:
+    def read(self, box: Slices) -> torch.Tensor | None:
         """A part of the value, one slice per dim; None where a part takes the whole."""
 
     def token(self) -> int:
@@ -68,12 +68,12 @@ class GivenSource:
     """A value from functions of the caller: of a file, say."""
 
     whole: Callable[[], torch.Tensor]
-    box: Callable[[Box], torch.Tensor | None] | None = None
+    box: Callable[[Slices], torch.Tensor | None] | None = None
 
     def make(self) -> torch.Tensor:
         return self.whole()
 
-    def read(self, box: Box) -> torch.Tensor | None:
+    def read(self, box: Slices) -> torch.Tensor | None:
         return None if self.box is None else self.box(box)
 
     def token(self) -> int:
@@ -96,7 +96,7 @@ class Applied:
     def make(self) -> torch.Tensor:
         return self._run(make)
 
-    def read(self, box: Box) -> torch.Tensor | None:
+    def read(self, box: Slices) -> torch.Tensor | None:
         lazy = [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, LazyTensor)]
         if self.func not in POINTWISE or len(lazy) != 1:
             return None
@@ -183,7 +183,7 @@ def lazy_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
     make: Callable[[], torch.Tensor],
-    read: Callable[[Box], torch.Tensor | None] | None = None,
+    read: Callable[[Slices], torch.Tensor | None] | None = None,
 ) -> LazyTensor:
     """A tensor whose value `make()` gives when it is asked for, and `read(slices)` a part of it, or None where it
     cannot.
@@ -222,14 +222,14 @@ def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]
     return shared_parts(layout, mesh, ranks, made)
 
 
-def _read(t: torch.Tensor, box: Box | None) -> torch.Tensor | None:
+def _read(t: torch.Tensor, box: Slices | None) -> torch.Tensor | None:
     if not isinstance(t, LazyTensor) or box is None:
         return None
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         return t.source.read(box)
 
 
-def box_of(layout: Layout, mesh: Mesh, rank: int) -> Box | None:
+def box_of(layout: Layout, mesh: Mesh, rank: int) -> Slices | None:
     """The range of every dim that `rank` holds; None where its part is no box of the whole."""
     if layout.is_padded or layout.pending:
         return None
@@ -250,7 +250,7 @@ def _filled(like: torch.Tensor, value: Any) -> LazyTensor:
     meta = torch.empty(shape, dtype=like.dtype, device="meta")
     dtype = meta.dtype  # under `testing.float64()` another one than was asked for
 
-    def read(box: Box) -> torch.Tensor:
+    def read(box: Slices) -> torch.Tensor:
         return torch.full([s.stop - s.start for s in box], value, dtype=dtype)
 
     return LazyTensor(GivenSource(lambda: torch.full(shape, value, dtype=dtype), read), meta)

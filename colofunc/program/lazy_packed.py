@@ -26,10 +26,10 @@ from torch import Tensor
 from colofunc.errors import InputError
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import BUILT_IN, Quantizer, Whole, rows_at_once, whole_of, widened_rows
-from colofunc.program.lazy import Applied, Box, LazyTensor, lazy_tensor, make
+from colofunc.program.lazy import Applied, LazyTensor, Slices, lazy_tensor, make
 
 Check = Callable[[Quantized], Quantized]
-Rows = tuple[int, int]  # first, end
+RowRange = tuple[int, int]  # first, end
 
 
 def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Quantized:
@@ -66,7 +66,7 @@ class PackedSource:
         rows = self._rows(slice(0, size[0]), slice(0, prod(size[1:])))
         return rows.reshape(size)
 
-    def read(self, box: Box) -> Tensor | None:
+    def read(self, box: Slices) -> Tensor | None:
         """A box of a matrix; of a weight with more dims None, as its parts are those of a matrix."""
         return self._rows(*box) if len(box) == 2 else None
 
@@ -112,7 +112,7 @@ class PackedSource:
         return out
 
 
-def _box_of(part: Tensor, box: Box) -> Tensor:
+def _box_of(part: Tensor, box: Slices) -> Tensor:
     """A box of a part, of a lazy one without the rest where that is possible."""
     found = part.source.read(box) if isinstance(part, LazyTensor) else None
     return make(part)[box] if found is None else found
@@ -145,7 +145,7 @@ class _Packing:
     quantizer: Quantizer
     weight: LazyTensor
     check: Check
-    beside: dict[Rows, dict[str, Tensor]] = attrs.field(factory=dict)
+    beside: dict[RowRange, dict[str, Tensor]] = attrs.field(factory=dict)
     wholes: list[Whole] = attrs.field(factory=list)
 
     def maker(self, name: str, like: Tensor) -> Callable[[], Tensor]:
@@ -163,10 +163,10 @@ class _Packing:
 
         return whole
 
-    def reader(self, name: str, like: Tensor) -> Callable[[Box], Tensor | None]:
+    def reader(self, name: str, like: Tensor) -> Callable[[Slices], Tensor | None]:
         """What makes a box of a part; it gives None where the weight can be read as a whole only."""
 
-        def read(box: Box) -> Tensor | None:
+        def read(box: Slices) -> Tensor | None:
             rows = box[0].start, box[0].stop
             known = self._known(name, rows)
             if known is not None:
@@ -201,7 +201,7 @@ class _Packing:
         every = tuple(slice(0, size) for size in self.weight.shape[1:])
         return self.weight.source.read((slice(first, end), *every))
 
-    def _known(self, name: str, rows: Rows) -> Tensor | None:
+    def _known(self, name: str, rows: RowRange) -> Tensor | None:
         kept = self.beside.get(rows, {})
         found = kept.pop(name, None)
         if not kept:
@@ -209,7 +209,12 @@ class _Packing:
         return found
 
     def _collected(
-        self, name: str, like: Tensor, rows: Rows, of_rows: Callable[[int, int], Tensor | None], columns: Box = ()
+        self,
+        name: str,
+        like: Tensor,
+        rows: RowRange,
+        of_rows: Callable[[int, int], Tensor | None],
+        columns: Slices = (),
     ) -> Tensor | None:
         """Some rows of a part, of which `columns`, from blocks of the weight's rows.
 
@@ -232,7 +237,7 @@ class _Packing:
             self.beside[rows] = {other: torch.cat(pieces) for other, pieces in beside.items()}
         return out
 
-    def _blocks(self, rows: Rows) -> Iterator[Rows]:
+    def _blocks(self, rows: RowRange) -> Iterator[RowRange]:
         step = rows_at_once(self.weight.shape)
         for first in range(rows[0], rows[1], step):
             yield first, min(rows[1], first + step)

@@ -36,8 +36,7 @@ from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
 from colofunc.program.places import RECEIVE
 from colofunc.program.post_validation import kept_bytes, validates_late
-from colofunc.program.result_storages import Meta as Meta
-from colofunc.program.result_storages import contiguous, storages_of, without_data
+from colofunc.program.result_storages import StridedMeta, contiguous, storages_of, without_data
 
 
 @attrs.frozen
@@ -115,7 +114,7 @@ class StorageMap:
     storages: tuple[Storage, ...]
     home: Mapping[int, int]
     base_of: Mapping[int, int]
-    metas: Mapping[int, Meta]
+    metas: Mapping[int, StridedMeta]
 
 
 def lies(program: Program) -> StorageMap:
@@ -127,7 +126,7 @@ def lies(program: Program) -> StorageMap:
 
 
 def memory_of_body(
-    body: Program, given: Mapping[int, Meta], added: Collection[int] = ()
+    body: Program, given: Mapping[int, StridedMeta], added: Collection[int] = ()
 ) -> tuple[StorageMap, tuple[int, ...]]:
     """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are
     `given`.
@@ -152,7 +151,7 @@ def _count_with_the_sum(
         storages[home[body.outputs[place]]].nbytes = 0
 
 
-def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
+def sent_copies(program: Program, metas: Mapping[int, StridedMeta]) -> list[Storage]:
     """Contiguous copies of the operands of started collectives, from the start to the wait. metas: of its values, as
     `lies` has them.
     """
@@ -253,12 +252,12 @@ def _live(program: Program, storage: Storage, makers: Mapping[int, Node]) -> Liv
 def _storages(
     program: Program,
     last: Mapping[int, int],
-    given: Mapping[int, Meta] | None = None,
+    given: Mapping[int, StridedMeta] | None = None,
     where: dict[int, int] | None = None,
     base_of: dict[int, int] | None = None,
     sent: bool = False,
     fusion: Fusion | None = None,
-) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
+) -> tuple[list[Storage], dict[int, Node], dict[int, StridedMeta]]:
     """Every storage with its lifetime, the node that makes each value, and how values lie.
 
     `given`: inputs counted elsewhere.
@@ -272,7 +271,7 @@ def _storages(
     storages: list[Storage] = []
     where = {} if where is None else where  # value -> storage
     base_of = {} if base_of is None else base_of
-    metas: dict[int, Meta] = {}
+    metas: dict[int, StridedMeta] = {}
     makers: dict[int, Node] = {}
     for id in program.inputs:
         value, constant = program.values[id], program.constants.get(id)
@@ -317,7 +316,7 @@ def _storages(
 
 
 def _inside(
-    node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent: bool, fusion: Fusion | None
+    node: Node, loop: Loop, metas: Mapping[int, StridedMeta], index: int, sent: bool, fusion: Fusion | None
 ) -> list[Storage]:
     """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
     body = loop.body

@@ -261,7 +261,7 @@ def _receive(node: Node, nodes_of: Sequence[list[Node]]) -> None:
 
 Channel = tuple[str, int, int, int]  # (axis, index of the sender, index of the receiver, tag)
 # (tag, microbatch) of messages as they are sent, and as they are received
-Order = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+MessageOrder = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
 def channels(program: Program, mesh: Mesh) -> dict[Channel, int]:
@@ -297,14 +297,14 @@ def out_of_order(program: Program, mesh: Mesh) -> str:
     return ""
 
 
-def _orders(program: Program, mesh: Mesh) -> Iterator[tuple[str, dict[tuple[int, int], Order]]]:
+def _orders(program: Program, mesh: Mesh) -> Iterator[tuple[str, dict[tuple[int, int], MessageOrder]]]:
     """Of each loop that is cut (its axis, (index of the sender, of the receiver) -> the orders of their messages)."""
     for node in program.nodes:
         if node.loop is None or node.loop.cut_by is None:
             continue
         axis = node.loop.cut_by.along
         by_index = [_messages(node, node.loop, program, mesh, rank) for rank in mesh.groups((axis,))[0]]
-        pairs: dict[tuple[int, int], Order] = {}
+        pairs: dict[tuple[int, int], MessageOrder] = {}
         for source, of_source in enumerate(by_index):
             for (way, target), message in of_source:
                 if way == "to":
@@ -316,12 +316,12 @@ def _orders(program: Program, mesh: Mesh) -> Iterator[tuple[str, dict[tuple[int,
         yield axis, pairs
 
 
-Message = tuple[tuple[str, int], tuple[int, int]]  # ("to" or "from", index of the other), (tag, microbatch)
+ChannelMessage = tuple[tuple[str, int], tuple[int, int]]  # ("to" or "from", index of the other), (tag, microbatch)
 
 
-def _messages(node: Node, loop: Loop, program: Program, mesh: Mesh, rank: int) -> list[Message]:
+def _messages(node: Node, loop: Loop, program: Program, mesh: Mesh, rank: int) -> list[ChannelMessage]:
     """What a rank sends and receives in a loop that is cut, in the order in which it does so."""
-    messages: list[Message] = []
+    messages: list[ChannelMessage] = []
     for own in _part_of_loop(node, loop, set(program.values), _Rank(mesh, rank)):  # one or none
         assert own.loop is not None and own.loop.timetable is not None, "a rank's part of a loop in parts"
         timetable, nodes = own.loop.timetable, own.loop.body.nodes

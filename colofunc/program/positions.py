@@ -18,14 +18,14 @@ import attrs
 import torch
 
 from colofunc import compat
-from colofunc.ops.kernels import Run, run_of
+from colofunc.ops.kernels import HostRange, run_of
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.facts import kind_of, takes_device, written
 from colofunc.program.ir import Node, Program, map_refs
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 MAX_ELEMENTS = 1 << 21  # of a tensor that is made on the host
-Place = Callable[[Sequence[str]], int | None]
+PositionOf = Callable[[Sequence[str]], int | None]
 
 
 @attrs.define(eq=False)
@@ -36,11 +36,11 @@ class Positions:
     """
 
     program: Program
-    place: Place
+    place: PositionOf
     given: Mapping[int, torch.Tensor | None] = attrs.field(factory=dict)
     _known: dict[int, torch.Tensor | None] = attrs.field(factory=dict, init=False)
 
-    def run(self, id: int) -> Run | None:
+    def run(self, id: int) -> HostRange | None:
         """The value as a run of integers; None where the host does not know it, or it is no run."""
         value = self.program.values.get(id)
         if value is None or value.dtype != torch.int64 or len(value.shape) > 1:

@@ -3,7 +3,7 @@
 Whether a reshape is a view depends on strides, so each distinct call is run once on tensors without data (`meta`) and
 remembered.
 
-    storages_of(node, program, metas)    # per result (operand whose storage it lives in or -1, ...), see `Made`
+    storages_of(node, program, metas)    # per result a `ResultStorage`: (operand whose storage it lives in or -1, ...)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from colofunc.ops.targets import resolve
 from colofunc.program.facts import COPIES, facts_of, kind_of, rearrange_steps, takes_device
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 
-Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+StridedMeta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
-Made = tuple[int, int, int, Meta]
+ResultStorage = tuple[int, int, int, StridedMeta]
 
 
-def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> StridedMeta:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -32,16 +32,16 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
     return tuple(shape), tuple(reversed(strides)), dtype
 
 
-def _fresh(value: Value, place: int = 0) -> Made:
+def _fresh(value: Value, place: int = 0) -> ResultStorage:
     return -1, place, value.nbytes, contiguous(value.shape, value.dtype)
 
 
-def _each_its_own(node: Node, program: Program) -> tuple[Made | None, ...]:
+def _each_its_own(node: Node, program: Program) -> tuple[ResultStorage | None, ...]:
     """Results that lie in memory of their own each."""
     return tuple(None if out is None else _fresh(program.values[out], place) for place, out in enumerate(node.outs))
 
 
-def storages_of(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
+def storages_of(node: Node, program: Program, metas: Mapping[int, StridedMeta]) -> tuple[ResultStorage | None, ...]:
     """How each result of a node lies in memory."""
     kind = kind_of(node)
     values = program.values
@@ -77,7 +77,7 @@ def storages_of(node: Node, program: Program, metas: Mapping[int, Meta]) -> tupl
     return (_fresh(value),)
 
 
-def _copied(kind: str, value: Value, meta: Meta) -> tuple[Made, ...]:
+def _copied(kind: str, value: Value, meta: StridedMeta) -> tuple[ResultStorage, ...]:
     """A copy in another tier lies as what it is a copy of."""
     if kind == "put":
         return ((0, 0, 0, meta),)
@@ -86,7 +86,7 @@ def _copied(kind: str, value: Value, meta: Meta) -> tuple[Made, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def rearranged(meta: Meta, steps: Any) -> Made:
+def rearranged(meta: StridedMeta, steps: Any) -> ResultStorage:
     operand = result = without_data(meta)
     first, order, final = steps
     if first is not None:
@@ -98,17 +98,17 @@ def rearranged(meta: Meta, steps: Any) -> Made:
     return _describe((result,), (operand,))[0] or (-1, 0, 0, meta)
 
 
-def without_data(meta: Meta) -> torch.Tensor:
+def without_data(meta: StridedMeta) -> torch.Tensor:
     with compat.no_function_modes():
         return torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta")
 
 
-def _describe(results: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> tuple[Made | None, ...]:
+def _describe(results: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> tuple[ResultStorage | None, ...]:
     homes: dict[Any, int] = {}  # storage -> the first operand in it
     for place, operand in enumerate(operands):
         homes.setdefault(compat.storage_key(operand), place)
     fresh: dict[Any, int] = {}  # storage -> the first result in it
-    made: list[Made | None] = []
+    made: list[ResultStorage | None] = []
     for place, result in enumerate(results):
         if not isinstance(result, torch.Tensor):
             made.append(None)
@@ -120,7 +120,7 @@ def _describe(results: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> t
     return tuple(made)
 
 
-def _ordinary(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
+def _ordinary(node: Node, program: Program, metas: Mapping[int, StridedMeta]) -> tuple[ResultStorage | None, ...]:
     refs = node.refs
     order = iter(range(len(refs)))
     args, kwargs = map_refs((node.args, node.kwargs), lambda _: Ref(next(order)))
@@ -135,7 +135,7 @@ def _ordinary(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[
 
 
 @lru_cache(maxsize=1 << 15)
-def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...], dtypes: Any) -> tuple[Made | None, ...]:
+def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[StridedMeta, ...], dtypes: Any) -> tuple[ResultStorage | None, ...]:
     # `dtypes` of the results tell 1 from 1.0 and True, which are equal keys.
     operands = tuple(without_data(meta) for meta in metas)
     place = torch.device("meta")

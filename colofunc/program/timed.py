@@ -13,27 +13,27 @@ Collectives and copies keep their modelled time: what a clock sees of them is ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import attrs
 
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.facts import is_called_with_others, kind_of
 from colofunc.program.ir import Node, Program, Value, map_refs
 
-NodeS = Callable[[Node, Mapping[int, Value]], float]
-Call = tuple[Any, ...]
+CallKey = tuple[Any, ...]
 
 
 @attrs.frozen(eq=False)
 class Timed:
     """Seconds by call, and how many times longer than modelled they took together."""
 
-    seconds: Mapping[Call, float]
+    seconds: Mapping[CallKey, float]
     ratio: float
 
-    def node_s(self, node: Node, values: Mapping[int, Value], model: NodeS) -> float:
+    def node_s(self, node: Node, values: Mapping[int, Value], model: NodeSeconds) -> float:
         """Seconds of a node; of a loop all its trips."""
         if node.loop is not None:
             body = node.loop.body
@@ -46,7 +46,7 @@ class Timed:
         return model(node, values) * self.ratio if found is None else found
 
 
-def call(node: Node, values: Mapping[int, Value]) -> Call:
+def call(node: Node, values: Mapping[int, Value]) -> CallKey:
     """What one call has in common with all that take as long."""
 
     def like(i: int) -> tuple[object, ...]:
@@ -63,13 +63,13 @@ def measured_nodes(program: Program) -> Iterator[tuple[Node, Mapping[int, Value]
         yield node, program.values
 
 
-def timings(program: Program, seconds: Sequence[float], model: NodeS) -> Timed:
+def timings(program: Program, seconds: Sequence[float], model: NodeSeconds) -> Timed:
     """What was measured, of one visit of each of `measured_nodes`.
 
     Work on the host is left out: it says nothing of the device's.
     """
-    found: dict[Call, list[float]] = {}
-    modelled: dict[Call, float] = {}
+    found: dict[CallKey, list[float]] = {}
+    modelled: dict[CallKey, float] = {}
     for (node, values), took in zip(measured_nodes(program), seconds, strict=True):
         ids = (*node.refs, *node.results)
         if kind_of(node) is None and all(values[id].tier == "device" for id in ids):

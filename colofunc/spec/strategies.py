@@ -26,19 +26,21 @@ from colofunc.ops.targets import is_view
 from colofunc.spec.layout import Atom, Dim, Layout, axes_of, make_layout, replicated
 from colofunc.spec.rule import Call, Cost, Operand, Rule, Strategy, TensorType
 
-Placement = Mapping[str, Dim]
+FactorPlacement = Mapping[str, Dim]
 Pending = tuple[str, str]  # (axis, how): a reduction that is not done yet
-Passing = tuple[str, int, str]  # (axis, index of the linear or monotone set, how): a reduction that passes through
+PassingReduction = tuple[
+    str, int, str
+]  # (axis, index of the linear or monotone set, how): a reduction that passes through
 # of one axis: a factor, a reduction that passes through (index of its set, how), nothing
-Way = str | tuple[int, str] | None
-Only = tuple[tuple[str, tuple[Way, ...]], ...]  # axis -> the ways that it may take; absent: all
+AxisWay = str | tuple[int, str] | None
+Only = tuple[tuple[str, tuple[AxisWay, ...]], ...]  # axis -> the ways that it may take; absent: all
 
 _ANY_DTYPE = torch.float32
 """The dtype where only layouts are asked for: they do not depend on it."""
 
 
 def lay_out(
-    operand: Operand, typ: TensorType, rule: Rule, placement: Placement, pending: tuple[Pending, ...] = ()
+    operand: Operand, typ: TensorType, rule: Rule, placement: FactorPlacement, pending: tuple[Pending, ...] = ()
 ) -> Layout:
     """The layout of an operand whose factors are placed as `placement` says (factors not in it are local)."""
     dims = []
@@ -85,7 +87,7 @@ def _take(rest: list[Atom], size: int) -> Dim | None:
     return tuple(taken)
 
 
-def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[Passing] = ()) -> Strategy:
+def build(call: Call, rule: Rule, placement: FactorPlacement, passing: Sequence[PassingReduction] = ()) -> Strategy:
     """The strategy with this placement; the reductions in `passing` pass through."""
     axes: list[tuple[str, str]] = []
     for factor, dim in placement.items():
@@ -115,7 +117,9 @@ def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[Passin
     return Strategy(_name(axes, passing), ins, outs, cost_of(call, rule, ins, outs, axes), local, tuple(axes))
 
 
-def _pending_operands(rule: Rule, axes: Sequence[tuple[str, str]], passing: Sequence[Passing]) -> list[list[Pending]]:
+def _pending_operands(
+    rule: Rule, axes: Sequence[tuple[str, str]], passing: Sequence[PassingReduction]
+) -> list[list[Pending]]:
     """Per operand the reductions that are pending on it."""
     pending: list[list[Pending]] = [[] for _ in rule.ins]
     for axis, index, how in passing:
@@ -131,7 +135,7 @@ def _pending_operands(rule: Rule, axes: Sequence[tuple[str, str]], passing: Sequ
     return pending
 
 
-def _name(axes: Sequence[tuple[str, str]], passing: Sequence[Passing]) -> str:
+def _name(axes: Sequence[tuple[str, str]], passing: Sequence[PassingReduction]) -> str:
     """`{dp: b, tp: +}`: axes on factors, then what passes through."""
     words = [f"{axis}: {factor}" for axis, factor in axes]
     for axis, _, how in passing:
@@ -235,7 +239,7 @@ def as_fixed(call: Call, rule: Rule, mesh: Mesh, axes: Iterable[str], fixed: Str
     return tuple(only)
 
 
-def _alone(call: Call, rule: Rule, mesh: Mesh, axis: str, way: Way) -> Strategy:
+def _alone(call: Call, rule: Rule, mesh: Mesh, axis: str, way: AxisWay) -> Strategy:
     """The strategy in which one axis goes a way, and no other is placed."""
     if way is None:
         return build(call, rule, {})
@@ -245,23 +249,23 @@ def _alone(call: Call, rule: Rule, mesh: Mesh, axis: str, way: Way) -> Strategy:
     return build(call, rule, {}, ((axis, index, how),))
 
 
-Lies = tuple[tuple[int, ...], tuple[Pending, ...]]  # the dims that an axis splits, what is pending over it
+AxisLayout = tuple[tuple[int, ...], tuple[Pending, ...]]  # the dims that an axis splits, what is pending over it
 
 
-def _lies_in_each(strategy: Strategy, axis: str) -> list[Lies | None]:
+def _lies_in_each(strategy: Strategy, axis: str) -> list[AxisLayout | None]:
     """How an axis lies in each operand and result; None of what is no tensor."""
     return [None if layout is None else _lies(layout, axis) for layout in (*strategy.ins, *strategy.outs)]
 
 
-def _lies(layout: Layout, axis: str) -> Lies:
+def _lies(layout: Layout, axis: str) -> AxisLayout:
     """On which dims an axis lies, and what is pending over it."""
     dims = tuple(number for number, dim in enumerate(layout.dims) if axis in axes_of(dim))
     return dims, tuple(pending for pending in layout.pending if pending[0] == axis)
 
 
-def _ways(rule: Rule) -> list[Way]:
+def _ways(rule: Rule) -> list[AxisWay]:
     """What an axis can do: nothing, be placed on a factor, or leave a reduction pending that passes through."""
-    ways: list[Way] = [None, *usable(rule)]
+    ways: list[AxisWay] = [None, *usable(rule)]
     ways += [(index, "sum") for index in range(len(rule.linear))]
     ways += [(index, "max") for index in range(len(rule.monotone))]
     return ways
@@ -313,13 +317,13 @@ def replicated_strategy(call: Call) -> Strategy:
 
 def placements(
     rule: Rule, mesh: Mesh, axes: tuple[str, ...], orders: bool = True, only: Only = ()
-) -> Iterator[tuple[dict[str, Dim], tuple[Passing, ...]]]:
+) -> Iterator[tuple[dict[str, Dim], tuple[PassingReduction, ...]]]:
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
     all_ways = tuple(_ways(rule))
     allowed = dict(only)
     for choice in product(*[allowed.get(axis, all_ways) for axis in axes]):
         on_factor: dict[str, list[str]] = {}  # factor -> axes placed on it
-        passing: list[Passing] = []
+        passing: list[PassingReduction] = []
         for axis, way in zip(axes, choice, strict=True):
             if isinstance(way, str):
                 on_factor.setdefault(way, []).append(axis)

@@ -43,17 +43,17 @@ from colofunc.spec.regions import (
     unpadded,
 )
 
-Source = TypeVar("Source")
+SourceT = TypeVar("SourceT")
 
 
 @attrs.frozen(eq=False)
-class TransferPiece(Generic[Source]):
+class TransferPiece(Generic[SourceT]):
     """Elements that a source has and a part wants: where they lie in the region of each.
 
     `source`: a rank, or what is stored.
     """
 
-    source: Source
+    source: SourceT
     there: tuple[Pick, ...]
     here: tuple[Pick, ...]
 
@@ -67,7 +67,7 @@ class TransferPiece(Generic[Source]):
         return all(isinstance(pick, slice) and pick.step == 1 for pick in self.here)
 
 
-def pieces_of(wanted: Region, sources: Iterable[tuple[Region, Source]]) -> list[TransferPiece[Source]]:
+def pieces_of(wanted: Region, sources: Iterable[tuple[Region, SourceT]]) -> list[TransferPiece[SourceT]]:
     """The pieces that a region is made of, in the order of the sources, which overlap nowhere."""
     found = []
     for region, source in sources:
@@ -78,7 +78,7 @@ def pieces_of(wanted: Region, sources: Iterable[tuple[Region, Source]]) -> list[
 
 
 def assembled(
-    out: torch.Tensor, pieces: Iterable[TransferPiece[Source]], value: Callable[[TransferPiece[Source]], torch.Tensor]
+    out: torch.Tensor, pieces: Iterable[TransferPiece[SourceT]], value: Callable[[TransferPiece[SourceT]], torch.Tensor]
 ) -> torch.Tensor:
     """`out` with the value of every piece written into it, one after another: beside it, memory holds one piece at a
     time.

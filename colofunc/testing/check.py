@@ -151,8 +151,8 @@ __all__ = ["CheckError", "Checked", "check", "run_reference", "seeded"]
 #     one device: 2 x 50272 = inf, skipped      mesh: 50272 + 50272 in float32, taken      one device at a quarter: 25136, taken
 
 
-Run = Callable[[Any], Any]  # a step of a plain state
-Pair = tuple[Any, Any, Any]  # what the mesh gave, what is expected, the state that this began with
+PlainStep = Callable[[Any], Any]  # a step of a plain state
+StepResults = tuple[Any, Any, Any]  # what the mesh gave, what is expected, the state that this began with
 
 
 def policy_of(step: Staged) -> Policy | None:
@@ -163,8 +163,15 @@ def policy_of(step: Staged) -> Policy | None:
 
 
 def comparable_step(
-    policy: Policy, state: Any, got: Any, expected: Any, ranks: int, mesh_run: Run, device_run: Run, where: str
-) -> Pair:
+    policy: Policy,
+    state: Any,
+    got: Any,
+    expected: Any,
+    ranks: int,
+    mesh_run: PlainStep,
+    device_run: PlainStep,
+    where: str,
+) -> StepResults:
     """`got`, `expected` and `state` where both took the step or both skipped it, else as the module says.
 
     state: plain, with its loss scale; mesh_run and device_run: a step of such a state. Raises CheckError where the mesh

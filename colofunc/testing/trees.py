@@ -19,7 +19,9 @@ from colofunc.errors import CheckError
 from colofunc.program.closeness import TOLERANCE, scaled_difference
 from colofunc.program.tracing.tree import map_tensors, walk, walk_keys
 
-Allowed = float | torch.Tensor | None  # as a share of max(1, max|leaf|), or for every element; None: not known
+AllowedDifference = (
+    float | torch.Tensor | None
+)  # as a share of max(1, max|leaf|), or for every element; None: not known
 NARROW = (*HALVES, torch.float32, torch.complex64)
 HINT = "\nTry: step.lower(...).text(), which shows how each of them is computed and moved"
 HINT_ROUNDED = "\nTry: the check inside `with cf.testing.float64():`, where rounding hides no mistake and is none"
@@ -85,7 +87,11 @@ def compare(
 
 
 def compare_leaf(
-    x: Any, y: Any, name: str, tolerance: float | None = None, derived: Callable[[torch.Tensor], Allowed] | None = None
+    x: Any,
+    y: Any,
+    name: str,
+    tolerance: float | None = None,
+    derived: Callable[[torch.Tensor], AllowedDifference] | None = None,
 ) -> float:
     """Scaled difference of two leaves. Raises CheckError beyond the tolerance of the reference's dtype."""
     if not isinstance(y, torch.Tensor):

@@ -28,7 +28,7 @@ from colofunc.mesh.sizes import parse_room
 from colofunc.planner.candidate import FinishedProgram, Finishing
 from colofunc.planner.recompute.fastest import by_policy, fit_recomputed
 from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, check_modules
-from colofunc.planner.recompute.stages import NodeS
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 
 
@@ -98,7 +98,7 @@ def _search_too(policy: RecomputePolicy | None, build: Build) -> Build:
 
 
 def _search(
-    policy: RecomputePolicy | None, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None
+    policy: RecomputePolicy | None, program: Program, node_s: NodeSeconds, finish: Finishing, budget_bytes: int | None
 ) -> tuple[FinishedProgram | None, FinishedProgram]:
     if policy is None:
         return fit_recomputed(program, node_s, finish, budget_bytes, finish.below_s)

@@ -27,13 +27,13 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, InputTiers, Move, Transform
 from colofunc.errors import InputError, PlanError, PluginError, near, plugin_faults
 from colofunc.mesh import Mesh
-from colofunc.mesh.sizes import Room, parse_room
+from colofunc.mesh.sizes import MemoryLimit, parse_room
 from colofunc.planner.offload import fastest
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, MemoryPolicy
-from colofunc.planner.offload.trace import NodeS
 from colofunc.plugins import build_registry, name_of
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 
 BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}
@@ -144,7 +144,9 @@ def _where(where: Mapping[str, str]) -> dict[str, str]:
     return dict(where)
 
 
-def _copies_too(policy: str | MemoryPolicy, where: Mapping[str, str], host: Room, disk: bool, build: Build) -> Build:
+def _copies_too(
+    policy: str | MemoryPolicy, where: Mapping[str, str], host: MemoryLimit, disk: bool, build: Build
+) -> Build:
     """What writes the copies, once plugins are known."""
     policies = build.registry.memory_policies
     found = policy if isinstance(policy, MemoryPolicy) else {**BUILT_IN, **policies}.get(policy)
@@ -160,11 +162,11 @@ def _copies_too(policy: str | MemoryPolicy, where: Mapping[str, str], host: Room
 
 def _copied(
     policy: MemoryPolicy,
-    host: Room,
+    host: MemoryLimit,
     disk: bool,
     program: Program,
     mesh: Mesh,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     budget_bytes: int | None,
     lies: InputTiers,
     /,

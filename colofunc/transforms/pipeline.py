@@ -33,14 +33,14 @@ from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import CutProblem, Cuts, cuts_at
 from colofunc.planner.stages.bound import StepBound
 from colofunc.planner.stages.forward_pass import WEIGHTS, reading_of
-from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
+from colofunc.planner.stages.orders import DeviceOrder, best_order, least_order, roomiest_first
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.ir import Program, computed_once
 from colofunc.program.passes.mixing import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf
 
-Globs = Mapping[str, int]
+StageGlobs = Mapping[str, int]
 AUTO = "auto"
 VALIDATE = ("step", "next step")
 LEVELS = 3
@@ -55,7 +55,7 @@ def pipeline(
     axis: str = "pp",
     microbatches: int | str = 8,
     schedule: str = "1f1b",
-    stages: Globs | None = None,
+    stages: StageGlobs | None = None,
     batch: int | str | None = None,
     mixing: str = "error",
     validate: str = "step",
@@ -128,7 +128,7 @@ class _Asked:
     mixing: str
     validate: str = "step"
     ends: tuple[int, ...] | None = None
-    order: Order | None = None
+    order: DeviceOrder | None = None
 
     def transform(self, variants: bool = True) -> Transform:
         """variants: whether what is open is to be chosen."""
@@ -378,7 +378,7 @@ class _Way:
     def _at_least_s(self, cuts: Cuts, number: int) -> float:
         return self.there.at_least_s(self.bound, cuts, number)
 
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[DeviceOrder]:
         """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the
         roomiest first under a budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
         there, mesh = self.there, self.there.build.mesh
@@ -390,10 +390,10 @@ class _Way:
         numbers = self.asked.numbers(there.build, schedule, there.ranks)
         middle = numbers[len(numbers) // 2]
 
-        def problem_of(order: Order) -> CutProblem:
+        def problem_of(order: DeviceOrder) -> CutProblem:
             return problem.on([devices[order[rank]] for rank in where])
 
-        def at_least_s(order: Order) -> float:
+        def at_least_s(order: DeviceOrder) -> float:
             indices = [order[rank] for rank in where]
             bound = attrs.evolve(self.bound, rank_of=indices, speeds=[devices[index].speed for index in indices])
             return bound.at(problem_of(order).balanced(), middle)

@@ -106,7 +106,7 @@ def quantize(
     transforms = _on_the_wire(wire, error_feedback)
     if gathers is not None:
         transforms.append(rounded_parameters(gathers))
-    stored: Stored | None = None
+    stored: StoredTransform | None = None
     if scheme is not None or saved is not None or cached or not transforms:
         stored = partial(_stored, scheme, _checked_globs(where), plugins, for_auto, saved, cached)
     if step_fn is None:
@@ -114,11 +114,11 @@ def quantize(
     return _staged(stored, transforms, step_fn)
 
 
-Stored = Callable[[Any], Transform]
+StoredTransform = Callable[[Any], Transform]
 """Of a step, the transform of what is kept in few bits: the step's plugins may bring its scheme."""
 
 
-def _staged(stored: Stored | None, transforms: Sequence[Transform], step_fn: Any) -> Any:
+def _staged(stored: StoredTransform | None, transforms: Sequence[Transform], step_fn: Any) -> Any:
     """The step with these transforms. Raises PlanError where one of them was applied before."""
     if stored is not None:
         transforms = [stored(step_fn), *transforms]

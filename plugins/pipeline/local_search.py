@@ -30,7 +30,7 @@ MOST_PLAYED = 600_000
 WALKS = 3
 """Walks from the same table, which draw different moves."""
 
-Rows = tuple[tuple[int, ...], ...]
+RankRows = tuple[tuple[int, ...], ...]
 """Per rank, the numbers of its actions in order."""
 
 
@@ -98,7 +98,7 @@ class OrderSearch:
                     self.actions.append(attrs.evolve(action, kind=kind))
                     self.rank.append(rank)
             rows.append(tuple(range(first, len(self.actions))))
-        self.rows: Rows = tuple(rows)
+        self.rows: RankRows = tuple(rows)
         self.left = MOST_PLAYED // len(self.actions)
         self.seconds = [costs.seconds(action) for action in self.actions]
         self.bytes = [cf.ext.bytes_of(action, costs) for action in self.actions]
@@ -147,7 +147,7 @@ class OrderSearch:
             table_rows.append(tuple(self.actions[k] for k in row))
         return ActionTable(tuple(table_rows))
 
-    def walk(self, rows: Rows, takes_s: float, enough_s: float, draw: Random) -> tuple[Rows, float]:
+    def walk(self, rows: RankRows, takes_s: float, enough_s: float, draw: Random) -> tuple[RankRows, float]:
         """(rows, seconds) where no move is left that makes the step no slower, or nothing more may be played."""
         while takes_s > enough_s * (1 + _NEAR):
             played = self.play(rows)
@@ -170,7 +170,7 @@ class OrderSearch:
                 break
         return rows, takes_s
 
-    def play(self, rows: Rows) -> PlayedOrder | None:
+    def play(self, rows: RankRows) -> PlayedOrder | None:
         """As `cf.ext.simulate` does; None for a deadlock."""
         count = len(self.actions)
         begins_s, ends_s, arrives_s = [0.0] * count, [INF] * count, [INF] * count
@@ -210,11 +210,11 @@ class OrderSearch:
             free_s[rank] = now_s
         return None if blocked else PlayedOrder(begins_s, ends_s, waited_for)
 
-    def takes_s(self, rows: Rows, played: PlayedOrder) -> float:
+    def takes_s(self, rows: RankRows, played: PlayedOrder) -> float:
         """Seconds of a step."""
         return max(self._times_s(rows, played))
 
-    def _times_s(self, rows: Rows, played: PlayedOrder) -> list[float]:
+    def _times_s(self, rows: RankRows, played: PlayedOrder) -> list[float]:
         """Per rank, what counts of it: when it ends, or its span."""
         times_s = []
         for row in rows:
@@ -235,7 +235,7 @@ class OrderSearch:
                 return False
         return True
 
-    def moves(self, rows: Rows, played: PlayedOrder) -> Iterator[tuple[int, int, int]]:
+    def moves(self, rows: RankRows, played: PlayedOrder) -> Iterator[tuple[int, int, int]]:
         """(rank, place, other place) of actions of the longest path that could be in front of their block, or behind
         it.
         """
@@ -267,7 +267,7 @@ class OrderSearch:
         sent = self.sent[k]
         return sent is None or all(self.sent[other] != sent for other in others)
 
-    def _blocks(self, rows: Rows, played: PlayedOrder) -> list[list[int]]:
+    def _blocks(self, rows: RankRows, played: PlayedOrder) -> list[list[int]]:
         """The longest path, in parts that stay on one rank."""
         times_s = self._times_s(rows, played)
         slowest = rows[times_s.index(max(times_s))]

@@ -22,8 +22,8 @@ import torch
 import colofunc as cf
 from colofunc import collectives
 
-Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
-Found = tuple[torch.Tensor, ...]
+NamedOperands = dict[str, torch.Tensor]  # operands by name, as a rank has them
+AttentionResults = tuple[torch.Tensor, ...]
 
 
 class HeadsAlone(cf.ext.AttentionPattern):
@@ -34,7 +34,7 @@ class HeadsAlone(cf.ext.AttentionPattern):
     def price(self, flops: float) -> tuple[float, float, float]:
         return flops, 0.0, 0.0
 
-    def attend(self, x: Parts) -> Found:
+    def attend(self, x: NamedOperands) -> AttentionResults:
         return self.over_all(x)
 
 
@@ -159,7 +159,7 @@ class Heads:
 
     # ---- there and back ----
 
-    def there(self, x: Parts) -> Parts:
+    def there(self, x: NamedOperands) -> NamedOperands:
         """Some heads of all rows."""
         found = {**x, "k": self.to_key_heads(x["k"]), "v": self.to_key_heads(x["v"])}
         for name in ("q", "grad_out", "out", "lse", "grad_lse"):
@@ -172,7 +172,7 @@ class Heads:
             found["bias"] = self.to_heads(x["bias"][(None,) * (4 - x["bias"].dim())], *self.bias)
         return found
 
-    def back(self, found: Found, x: Parts) -> Found:
+    def back(self, found: AttentionResults, x: NamedOperands) -> AttentionResults:
         if not self.attention.backward:
             out, lse = found
             return self.to_rows(out), self.to_rows(lse)

@@ -26,7 +26,7 @@ import torch
 import colofunc as cf
 from colofunc import collectives
 
-Found = tuple[torch.Tensor, ...]
+AttentionResults = tuple[torch.Tensor, ...]
 
 
 class Ring(cf.ext.AttentionPattern):
@@ -59,16 +59,16 @@ class Ring(cf.ext.AttentionPattern):
     def _hop_s(self, nbytes: int) -> float:
         return self.mesh.collective_s("permute", nbytes, (self.axis,))
 
-    def steps(self, x: dict[str, torch.Tensor]) -> Iterator[Found]:
+    def steps(self, x: dict[str, torch.Tensor]) -> Iterator[AttentionResults]:
         """What the operator gives on this rank's rows and the block of keys and values that it has at each step."""
         me = collectives.axis_index(self.axis, self.mesh)
         for step, keys in enumerate(cf.ext.local.passing(self.keys(x), self.blocks, self.axis, self.mesh)):
             yield self.over_block(x, keys, me, torch.remainder(me - step, self.n), own=step == 0)
 
-    def attend(self, x: dict[str, torch.Tensor]) -> Found:
+    def attend(self, x: dict[str, torch.Tensor]) -> AttentionResults:
         return self.backward(x) if self.attention.backward else self.merged(self.steps(x))
 
-    def backward(self, x: dict[str, torch.Tensor]) -> Found:
+    def backward(self, x: dict[str, torch.Tensor]) -> AttentionResults:
         dtype, steps = x["q"].dtype, self.steps(x)
         dq, dk, dv, dbias = next(steps)
         dq = dq.to(cf.ext.local.wide(dtype))

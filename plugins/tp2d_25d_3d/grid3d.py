@@ -25,7 +25,7 @@ from typing import Any
 
 import attrs
 import torch
-from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Lies, Words
+from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, AxisWords, FactorAxes
 
 import colofunc as cf
 from colofunc.ext import products
@@ -42,11 +42,11 @@ class Cube:
     z: str
 
     @property
-    def lies(self) -> Lies:
+    def lies(self) -> FactorAxes:
         """Where the axes lie in X, W, Y and the bias."""
         return self.layer(self.z)
 
-    def layer(self, z: str) -> Lies:
+    def layer(self, z: str) -> FactorAxes:
         """The same with z, or without it ("")."""
         x, y = self.x, self.y
         return {
@@ -56,7 +56,7 @@ class Cube:
             "bias": {"o": y},
         }
 
-    def words(self, stripes: int) -> Words:
+    def words(self, stripes: int) -> AxisWords:
         """What a wish calls the pattern."""
         outputs = "3d outputs" + (f" in {stripes}" if stripes > 1 else "")
         return (self.x, "3d inputs"), (self.y, outputs), (self.z, "3d rows")

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
-from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Grid, Words
+from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, AxisWords, Grid
 
 import colofunc as cf
 from colofunc.ext import products
@@ -187,7 +187,7 @@ class Auto:
             by_axis = [_placed(product, node, axis, rules) for axis in axes]
             if not all(by_axis):
                 continue
-            ways: list[Words] = [*combine(*by_axis)]
+            ways: list[AxisWords] = [*combine(*by_axis)]
             if node.target in products.matrix_products():
                 ways += patterns
             wants = []

@@ -19,7 +19,7 @@ the rows. Source: SUMMA, van de Geijn and Watts (1997); Optimus (2104.05343); Te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import lcm
 from typing import Any
@@ -31,8 +31,8 @@ import colofunc as cf
 from colofunc.ext import products
 
 T = torch.Tensor
-Lies = dict[str, dict[str, str]]  # as `cf.ext.products` takes them
-Words = tuple[tuple[str, str], ...]
+FactorAxes = Mapping[str, Mapping[str, str]]  # as `cf.ext.products` takes them
+AxisWords = Sequence[tuple[str, str]]
 STRIPES = (1, 2, 3)
 """Into how many parts a fused weight may be cut (query, key, value: 3), each of which is split over the axis."""
 
@@ -46,7 +46,7 @@ class Grid:
     depth: str | None = None
 
     @property
-    def lies(self) -> Lies:
+    def lies(self) -> FactorAxes:
         """Where the axes lie in X, W, Y and the bias."""
         return {
             "x": {"b": self.x, "i": self.y},
@@ -55,7 +55,7 @@ class Grid:
             "bias": {"o": self.y},
         }
 
-    def words(self, stripes: int) -> Words:
+    def words(self, stripes: int) -> AxisWords:
         """What a wish calls the pattern."""
         columns = "summa columns" + (f" in {stripes}" if stripes > 1 else "")
         words = ((self.x, "summa rows"), (self.y, columns))

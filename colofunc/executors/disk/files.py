@@ -31,7 +31,7 @@ from typing import Any
 
 from colofunc import owned
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import Buffer, is_direct, read_at, set_direct, write_at
+from colofunc.executors.direct_io import ByteArray, is_direct, read_at, set_direct, write_at
 from colofunc.executors.disk.layout import VERSIONS, DiskLayout, disk_bytes
 from colofunc.mesh.sizes import size_text
 
@@ -81,14 +81,14 @@ class Files:
         """Whether bytes pass the page cache."""
         return all(is_direct(fd) for fd in self._fds)
 
-    def write(self, version: int, data: Buffer, at: int) -> None:
+    def write(self, version: int, data: ByteArray, at: int) -> None:
         """All of `data` to byte `at`; both are multiples of a page."""
         fd = self._fds[version]
         if os.fstat(fd).st_nlink == 0:  # the system would go on writing to a file that nobody can find
             raise FileNotFoundError(errno.ENOENT, "the file was removed")
         write_at(fd, data, at)
 
-    def read(self, version: int, into: Buffer, at: int) -> None:
+    def read(self, version: int, into: ByteArray, at: int) -> None:
         count = read_at(self._fds[version], into, at)
         if count < len(into):
             raise OSError(errno.EIO, f"the file ends at byte {at + count}")

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import PAGE_BYTES, Buffer, padded_bytes
+from colofunc.executors.direct_io import PAGE_BYTES, ByteArray, padded_bytes
 
 BLOCK_BYTES = 4 << 20  # moved in one call: one thread with such blocks fills a drive
 
@@ -59,7 +59,7 @@ def disk_bytes(sizes: Sequence[int], versions: int = len(VERSIONS)) -> int:
     return versions * sum(padded_bytes(size) for size in sizes)
 
 
-def checksum(data: Buffer) -> int:
+def checksum(data: ByteArray) -> int:
     """Of a block, at the pace of memory: a CRC-32 of the sums of its pages.
 
     Summing the words of each page first takes half the time of a CRC of all bytes (6.2 to 3.2 GB/s of one core, data

@@ -18,11 +18,11 @@ from threading import Condition, Event, Thread, current_thread
 import attrs
 
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import Buffer
+from colofunc.executors.direct_io import ByteArray
 from colofunc.executors.pages import pages
 
 Before = Callable[[], None]  # returns when host memory may be read or written: what copies of a card are waited for by
-Move = Callable[[int, Buffer], None]  # (block of the chunk, a buffer of the thread)
+MoveBlock = Callable[[int, ByteArray], None]  # (block of the chunk, a buffer of the thread)
 
 
 class Ticket:
@@ -57,7 +57,7 @@ class Work:
     """All blocks of one read or write."""
 
     chunk: int
-    move: Move
+    move: MoveBlock
     ticket: Ticket
     left: int  # blocks that have not moved
     writes: bool
@@ -116,7 +116,7 @@ class Workers:
         """Whether this is called in one of the threads."""
         return current_thread() in self._threads
 
-    def _serve(self, buffer: Buffer) -> None:
+    def _serve(self, buffer: ByteArray) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or self._stopping)

@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import Buffer, padded_bytes, whole_pages
+from colofunc.executors.direct_io import ByteArray, padded_bytes, whole_pages
 from colofunc.executors.disk.files import Files, create, disk_error
 from colofunc.executors.disk.kept_versions import ChunkVersion, Holds, Reader
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, DiskLayout, checksum
-from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers
+from colofunc.executors.disk.queue import Before, MoveBlock, Ticket, Work, Workers
 from colofunc.mesh.sizes import size_text
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -70,7 +70,7 @@ class Records:
     def path(self, version: int) -> str:
         return str(self.files.path / VERSIONS[version])
 
-    def put(self, chunk: int, version: int, source: Buffer, block: int, buffer: Buffer) -> None:
+    def put(self, chunk: int, version: int, source: ByteArray, block: int, buffer: ByteArray) -> None:
         """Write one block and note its checksum."""
         at = block * self.layout.block_bytes
         part = source[at : at + self.layout.block_bytes]
@@ -87,7 +87,7 @@ class Records:
                 f"cannot write {self.place(chunk, block, len(part))}", self.path(version), error
             ) from error
 
-    def get(self, chunk: int, version: int, target: Buffer, block: int, buffer: Buffer) -> None:
+    def get(self, chunk: int, version: int, target: ByteArray, block: int, buffer: ByteArray) -> None:
         """Read one block and compare its checksum."""
         at = block * self.layout.block_bytes
         part = target[at : at + self.layout.block_bytes]
@@ -200,7 +200,7 @@ class DiskStore:
         self._holds.wait(chunk, version, f"chunk {chunk} ({size_text(self.sizes[chunk])}) of {self.path!r}")
         records.newest[chunk] = version
 
-        def move(block: int, buffer: Buffer) -> None:
+        def move(block: int, buffer: ByteArray) -> None:
             if before is not None:
                 before()
             records.put(chunk, version, source, block, buffer)
@@ -218,7 +218,7 @@ class DiskStore:
         if version < 0:
             raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before read({chunk}, into)")
 
-        def move(block: int, buffer: Buffer) -> None:
+        def move(block: int, buffer: ByteArray) -> None:
             if before is not None:
                 before()
             records.whole(chunk)
@@ -247,12 +247,12 @@ class DiskStore:
     def _read_held(self, chunk: int, version: int, into: Tensor) -> Ticket:
         target, records = self._bytes_of(chunk, into, "read"), self._records
 
-        def move(block: int, buffer: Buffer) -> None:
+        def move(block: int, buffer: ByteArray) -> None:
             records.get(chunk, version, target, block, buffer)
 
         return self._submit(chunk, f"reading chunk {chunk} from {records.path(version)!r}", move, writes=False)
 
-    def _bytes_of(self, chunk: int, tensor: Tensor, doing: str) -> Buffer:
+    def _bytes_of(self, chunk: int, tensor: Tensor, doing: str) -> ByteArray:
         self._ours(f"{doing} chunk {chunk} of")
         sizes = self.sizes
         if not 0 <= chunk < len(sizes):
@@ -269,7 +269,7 @@ class DiskStore:
             )
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
-    def _submit(self, chunk: int, what: str, move: Move, writes: bool) -> Ticket:
+    def _submit(self, chunk: int, what: str, move: MoveBlock, writes: bool) -> Ticket:
         records, blocks = self._records, self._files.layout.of_chunk(chunk)
 
         def ended(error: BaseException | None) -> None:

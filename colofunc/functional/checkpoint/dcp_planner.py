@@ -28,7 +28,7 @@ from colofunc.functional.checkpoint.parts import Ranks, StateLeaf
 from colofunc.functional.checkpoint.staging import stage_ahead
 from colofunc.spec.regions import Region
 
-Values = dict[
+PlannedValues = dict[
     tuple[str, tuple[int, ...]], tuple[StateLeaf, PieceToWrite, Region]
 ]  # (name, offset) -> whose, from where, which
 
@@ -36,7 +36,7 @@ Values = dict[
 class Planner(SavePlanner):
     """Every box that this rank writes is a shard; numbers and strings are objects."""
 
-    def __init__(self, values: Values, simple: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
+    def __init__(self, values: PlannedValues, simple: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
         self._values = values
         self._simple = simple
         self._paths = paths
@@ -82,7 +82,7 @@ def write(folder: Path, leaves: list[StateLeaf], content: dict[str, Any], ranks:
     """Write this rank's parts, and on rank 0 the metadata. Collective."""
     written = [(leaf, item) for leaf in leaves for item in leaf.items(ranks.rank)]
     staged = stage_ahead([item for _, item in written])
-    values: Values = {}
+    values: PlannedValues = {}
     for (leaf, _), item in zip(written, staged, strict=True):
         for box in boxes(leaf.name, item.region):
             values[leaf.name, tuple(span.start for span in box.spans)] = (leaf, item, box)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colofunc.executors.direct_io import DIRECT, PAGE_BYTES, Buffer, padded_bytes, read_at, set_direct, write_at
+from colofunc.executors.direct_io import DIRECT, PAGE_BYTES, ByteArray, padded_bytes, read_at, set_direct, write_at
 from colofunc.executors.pages import pages
 
 BUFFER_BYTES = 2 << 20  # a multiple of any block size of a disk
@@ -40,8 +40,8 @@ class FileStream:
         self._at = 0  # of the buffer that is being filled
         self._held = 0  # bytes in it
         self._made = 0
-        self._free: SimpleQueue[Buffer] = SimpleQueue()
-        self._full: SimpleQueue[tuple[Buffer, int] | None] = SimpleQueue()
+        self._free: SimpleQueue[ByteArray] = SimpleQueue()
+        self._full: SimpleQueue[tuple[ByteArray, int] | None] = SimpleQueue()
         self._writers: list[Thread] = []
         self._errors: list[BaseException] = []
         self._buffer = self._fresh()
@@ -87,7 +87,7 @@ class FileStream:
         if self._errors:
             raise self._errors[0]
 
-    def _fresh(self) -> Buffer:
+    def _fresh(self) -> ByteArray:
         self._made += 1
         return pages(BUFFER_BYTES)
 
@@ -128,10 +128,10 @@ DEEP = 8  # threads that keep a disk busy
 FROM_BYTES = 4 << 20  # less is read by the thread that asks
 PROBES = 4  # pages of the file that are looked up in the page cache
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-Block = tuple[int, memoryview]  # where in the file, where to
+BlockRead = tuple[int, memoryview]  # where in the file, where to
 
 
-def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None]) -> None:
+def fetch(path: Path, blocks: Sequence[BlockRead], done: Callable[[int, int], None]) -> None:
     """Read every block to its memory.
 
     `done(k, count)` follows the k-th, with the bytes that the file had for it, in any thread.
@@ -178,7 +178,7 @@ def _together(threads: int, count: int, work: Callable[[int], None]) -> None:
         raise min(errors, key=lambda each: each[0])[1]
 
 
-def _one(fd: int, direct: int | None, block: Block) -> int:
+def _one(fd: int, direct: int | None, block: BlockRead) -> int:
     at, memory = block
     count = _read_direct(direct, memory, at) if direct is not None else None
     return read_at(fd, memory, at) if count is None else count
@@ -210,9 +210,9 @@ def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
 _held = local()
 
 
-def _buffer(nbytes: int) -> Buffer:
+def _buffer(nbytes: int) -> ByteArray:
     """This thread's, at least so large."""
-    found: Buffer | None = getattr(_held, "buffer", None)
+    found: ByteArray | None = getattr(_held, "buffer", None)
     if found is None or len(found) < nbytes:
         found = _held.buffer = pages(nbytes)
     return found
@@ -233,7 +233,7 @@ def _shared() -> bool:
     return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
 
 
-def _cached(path: Path, blocks: Sequence[Block]) -> bool:
+def _cached(path: Path, blocks: Sequence[BlockRead]) -> bool:
     """Whether a few pages of what is wanted are all in the page cache; where the system cannot tell, yes."""
     if not NOWAIT:
         return True

@@ -17,7 +17,7 @@ from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import Quantized
-from colofunc.program.lazy import Box, LazyTensor, lazy_tensor
+from colofunc.program.lazy import LazyTensor, Slices, lazy_tensor
 from colofunc.spec.regions import Region
 
 WHOLE = "a copy of the folder that is whole, or the folder that it was made of"
@@ -83,8 +83,8 @@ class Tensors:
         return scales
 
 
-Read = Callable[[Tensors], Quantized]
-Write = Callable[[str, Quantized], Mapping[str, Tensor]]
+ReadPacked = Callable[[Tensors], Quantized]
+WritePacked = Callable[[str, Quantized], Mapping[str, Tensor]]
 
 
 def _without_config(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
@@ -115,26 +115,26 @@ class PackedLayout:
     marks: tuple[str, ...]
     needs: tuple[str, ...]
     keys: tuple[str, ...]
-    read: Read
+    read: ReadPacked
     claims: Callable[[Tensors], bool]
-    write: Write | None = None
+    write: WritePacked | None = None
     config: Callable[[Sequence[str], torch.dtype], dict[str, Any]] = _without_config
     header: Callable[[Mapping[str, Tensor], torch.dtype], dict[str, str]] = _nothing_more
 
 
-def part(shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> LazyTensor:
+def part(shape: Sequence[int], dtype: torch.dtype, read: Callable[[Slices], Tensor]) -> LazyTensor:
     """A part of a weight, read by boxes; the whole is the largest of them."""
 
     def whole() -> Tensor:
         return read(tuple(slice(0, size) for size in shape)).contiguous()
 
-    def box(where: Box) -> Tensor:
+    def box(where: Slices) -> Tensor:
         return read(where).contiguous()
 
     return lazy_tensor(shape, dtype, whole, box)
 
 
-def boxed(entry: Entry, box: Box) -> Tensor:
+def boxed(entry: Entry, box: Slices) -> Tensor:
     """A box of a stored tensor."""
     return entry.region(Region.box([s.start for s in box], [s.stop - s.start for s in box]))
 

@@ -31,7 +31,7 @@ from colofunc.spec.spec import Spec, bind
 from colofunc.spec.transfer import TransferPiece, assembled, pieces_of
 
 SpecLike = str | Spec | Layout
-Read = Callable[[Any, Sequence[Pick]], torch.Tensor]
+ReadPicks = Callable[[Any, Sequence[Pick]], torch.Tensor]
 
 
 @attrs.frozen
@@ -45,7 +45,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[tuple[Region, Any], ...]
-    read: Read
+    read: ReadPicks
     dims: tuple[tuple[Atom, ...], ...] | None = None  # of the layout it was saved in
     tier: str = "device"
     at: At | None = None

@@ -28,7 +28,7 @@ from colofunc.functional.checkpoint.pages import copy
 WINDOW_BYTES = 256 << 20
 ALIGNED_BYTES = 64
 
-Value = Callable[[], torch.Tensor]
+ValueFn = Callable[[], torch.Tensor]
 
 
 class Slab:
@@ -66,12 +66,12 @@ class StagedCopies:
         self.wait()
         return self.tensors[k]
 
-    def values(self) -> list[Value]:
+    def values(self) -> list[ValueFn]:
         """Per tensor, what waits for all and gives it."""
         return [partial(self.value, k) for k in range(len(self.tensors))]
 
 
-def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> StagedCopies:
+def stage(values: Sequence[ValueFn], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> StagedCopies:
     """The values in memory of the host; `nbytes`: of each. Those on a card are copied as the current stream gets there.
 
     duplicate: what lies on the host is copied too, at once, because it will be written to.
@@ -122,7 +122,7 @@ class Window:
     """Items that are staged together."""
 
     items: list[PieceToWrite]
-    values: list[Value] = attrs.field(factory=list)
+    values: list[ValueFn] = attrs.field(factory=list)
 
     def begin(self, slab: Slab) -> None:
         staged = stage([item.value for item in self.items], [item.nbytes for item in self.items], slab, duplicate=False)
@@ -148,7 +148,7 @@ def stage_ahead(items: Sequence[PieceToWrite], window_bytes: int = WINDOW_BYTES)
                 holds[near % 2] = near
         return windows[number].values[place]()
 
-    values: list[Value] = []
+    values: list[ValueFn] = []
     for number, window in enumerate(windows):
         for place in range(len(window.items)):
             values.append(partial(value, number, place))

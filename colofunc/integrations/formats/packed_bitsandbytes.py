@@ -32,7 +32,7 @@ from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part, reshaped
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import NF4_LEVELS, Quantized, nf4_scales
-from colofunc.program.lazy import Box
+from colofunc.program.lazy import Slices
 
 BLOCK = 64
 STATE_BYTES = 64 * 1024
@@ -79,7 +79,7 @@ def _read_nf4(tensors: Tensors) -> Quantized:
         raise tensors.wrong(MAP, "does not hold the levels of NF4", "bnb_4bit_quant_type='nf4' when quantizing")
     data = reshaped(stored, (rows, columns // 2))
 
-    def numbers(box: Box) -> Tensor:
+    def numbers(box: Slices) -> Tensor:
         held = boxed(data, box)
         return (held << 4) | (held >> 4)  # here the first of two numbers is in the low half
 
@@ -160,7 +160,7 @@ class _Scales:
         outer = tensors.whole(NESTED_ABSMAX, (torch.float32,), (-(-blocks // state.nested_blocksize),))
         return _Scales(tensors, state, absmax, (values, outer))
 
-    def box(self, box: Box) -> Tensor:
+    def box(self, box: Slices) -> Tensor:
         """Some rows and columns of our scales, (o, i / 64)."""
         rows, columns = (torch.arange(s.start, s.stop) for s in box)
         ours = rows.unsqueeze(1) * (self.state.shape[1] // BLOCK) + columns
@@ -230,10 +230,10 @@ def _read_int8(tensors: Tensors) -> Quantized:
                 "weight_format", f"is {int(said)}, and only {ROWS}, rows, is known", "a newer bitsandbytes, to save it"
             )
 
-    def numbers(box: Box) -> Tensor:
+    def numbers(box: Slices) -> Tensor:
         return boxed(stored, box)
 
-    def scales(box: Box) -> Tensor:
+    def scales(box: Slices) -> Tensor:
         return _steps(tensors.finite("SCB", boxed(largest, box)))
 
     data, scale = part(stored.shape, torch.int8, numbers), part(stored.shape[:1], torch.float32, scales)

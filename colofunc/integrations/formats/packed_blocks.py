@@ -22,7 +22,7 @@ from colofunc.errors import InputError
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.integrations.formats.packed_int4 import SCALES
 from colofunc.ops.quantized import FORMATS, Quantized
-from colofunc.program.lazy import Box
+from colofunc.program.lazy import Slices
 
 SCALE, INPUTS = "weight_scale_inv", "activation_scale"
 FORM = FORMATS["fp8_g128"]
@@ -54,10 +54,10 @@ def _read(tensors: Tensors) -> Quantized:
         )
     scales = tensors.checked(SCALE, SCALES, (-(-rows // BLOCK), columns // BLOCK))
 
-    def numbers(box: Box) -> Tensor:
+    def numbers(box: Slices) -> Tensor:
         return boxed(stored, box).view(torch.uint8)
 
-    def scale(box: Box) -> Tensor:
+    def scale(box: Slices) -> Tensor:
         first, end = box[0].start, box[0].stop
         held = boxed(scales, (slice(first // BLOCK, -(-end // BLOCK)), box[1])).to(torch.float32)
         of_rows = tensors.finite(SCALE, held).repeat_interleave(BLOCK, 0)

@@ -33,7 +33,7 @@ from colofunc.errors import InputError
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import FORMATS, Quantized, packed_nibbles, unpacked
-from colofunc.program.lazy import Box
+from colofunc.program.lazy import Slices
 
 GROUP = FORMATS["int4"].group
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -111,7 +111,10 @@ def _rows_fit(name: str, weight: Quantized, layout: str) -> None:
 
 
 def _weight(
-    shape: tuple[int, int], data: Callable[[Box], Tensor], scale: Callable[[Box], Tensor], zero: Callable[[Box], Tensor]
+    shape: tuple[int, int],
+    data: Callable[[Slices], Tensor],
+    scale: Callable[[Slices], Tensor],
+    zero: Callable[[Slices], Tensor],
 ) -> Quantized:
     rows, columns = shape
     return Quantized(
@@ -129,14 +132,16 @@ def of_groups(each: int, columns: slice, read: Callable[[slice], Tensor]) -> Ten
     return read(theirs)[:, ours - theirs.start]
 
 
-def _transposed_scales(tensors: Tensors, entry: Entry, each: int, box: Box) -> Tensor:
+def _transposed_scales(tensors: Tensors, entry: Entry, each: int, box: Slices) -> Tensor:
     def read(theirs: slice) -> Tensor:
         return boxed(entry, (theirs, box[0])).T.to(torch.float32)
 
     return tensors.finite("scales", of_groups(each, box[1], read))
 
 
-def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] | None = None, add: int = 0) -> Tensor:
+def _transposed_zeros(
+    entry: Entry, each: int, box: Slices, places: Sequence[int] | None = None, add: int = 0
+) -> Tensor:
     """Zeros of (g, o / 8). places: where eight outputs stand in an int32; add: to each int32."""
     words, inside = _eighths(box[0])
 
@@ -179,14 +184,14 @@ def _read_gptq(tensors: Tensors) -> Quantized:
                 "g_idx", "has columns that are not in the order of their groups", "desc_act=False when quantizing"
             )
 
-    def data(box: Box) -> Tensor:
+    def data(box: Slices) -> Tensor:
         # Two inputs in a byte, the first in its low half, as here: the bytes of an int32 are four of ours.
         first, end = box[1].start // 4, -(-box[1].stop // 4)
         held = boxed(qweight, (slice(first, end), box[0])).contiguous().view(torch.uint8)
         ours = held.unflatten(1, (-1, 4)).permute(1, 0, 2).flatten(1)
         return ours[:, box[1].start - 4 * first : box[1].stop - 4 * first]
 
-    def zero(box: Box) -> Tensor:
+    def zero(box: Slices) -> Tensor:
         return _transposed_zeros(qzeros, each, box, add=0 if version == "gptq_v2" else ONES)
 
     return _weight((rows, columns), data, partial(_transposed_scales, tensors, scales, each), zero)
@@ -274,7 +279,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
 
-    def data(box: Box) -> Tensor:
+    def data(box: Slices) -> Tensor:
         words, inside = _eighths(box[0])
         held = boxed(qweight, (slice(2 * box[1].start, 2 * box[1].stop), words))
         out = torch.empty((8 * held.shape[1], len(held) // 2), dtype=torch.uint8)
@@ -283,7 +288,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
             out[8 * first : 8 * (first + few.shape[1])] = packed_nibbles(_placed(_nibbles(few), AWQ_PLACES).T)
         return out[inside]
 
-    def zero(box: Box) -> Tensor:
+    def zero(box: Slices) -> Tensor:
         return _transposed_zeros(qzeros, each, box, AWQ_PLACES)
 
     return _weight((rows, columns), data, partial(_transposed_scales, tensors, scales, each), zero)
@@ -362,18 +367,18 @@ def _read_packed(tensors: Tensors) -> Quantized:
         _check_rows(tensors, "weight_zero_point", rows, "symmetric=True when quantizing, which has no zeros")
         zeros = tensors.checked("weight_zero_point", (torch.int32,), (rows // 8, count))
 
-    def data(box: Box) -> Tensor:
+    def data(box: Slices) -> Tensor:
         first, end = box[1].start // 4, -(-box[1].stop // 4)
         held = boxed(words, (box[0], slice(first, end))).contiguous().view(torch.uint8)
         return held[:, box[1].start - 4 * first : box[1].stop - 4 * first]
 
-    def scale(box: Box) -> Tensor:
+    def scale(box: Slices) -> Tensor:
         def read(theirs: slice) -> Tensor:
             return boxed(scales, (box[0], theirs)).to(torch.float32)
 
         return tensors.finite("weight_scale", of_groups(each, box[1], read))
 
-    def zero(box: Box) -> Tensor:
+    def zero(box: Slices) -> Tensor:
         if zeros is None:
             return torch.full([s.stop - s.start for s in box], MIDDLE, dtype=torch.uint8)
         at, inside = _eighths(box[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.integrations.formats.packed_int4 import INPUTS, SCALES, check_inputs
 from colofunc.ops.quantized import Quantized
-from colofunc.program.lazy import Box
+from colofunc.program.lazy import Slices
 
 SCALE, ZERO = "weight_scale", "weight_zero_point"
 KEYS = ("weight", SCALE, ZERO, *INPUTS)
@@ -41,11 +41,11 @@ def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
                 SCALE, f"has shape {scales.shape}, and should have {(rows, 1)}", "strategy='channel' when quantizing"
             )
 
-        def numbers(box: Box) -> Tensor:
+        def numbers(box: Slices) -> Tensor:
             held = boxed(stored, box)
             return held if dtype is torch.int8 else held.view(torch.uint8)
 
-        def scale(box: Box) -> Tensor:
+        def scale(box: Slices) -> Tensor:
             if whole:
                 held = (
                     boxed(scales, tuple(slice(0, 1) for _ in scales.shape))

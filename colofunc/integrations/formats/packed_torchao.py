@@ -41,7 +41,7 @@ from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors,
 from colofunc.integrations.formats.packed_int4 import GROUP, MIDDLE, SCALES, groups_of, of_groups
 from colofunc.ops.quantized import Quantized, packed_nibbles, unpacked
 from colofunc.ops.small_floats import MX_BLOCK, NV_BLOCK
-from colofunc.program.lazy import Box
+from colofunc.program.lazy import Slices
 
 DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 PER_TENSOR = "_weight_per_tensor_scale"
@@ -92,11 +92,11 @@ def _rows_reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized
                 SCALE, f"has shape {scales.shape}, and should have {(rows, 1)}", "PerRow() when quantizing"
             )
 
-        def numbers(box: Box) -> Tensor:
+        def numbers(box: Slices) -> Tensor:
             held = boxed(stored, box)
             return held if dtype is torch.int8 else held.view(torch.uint8)
 
-        def scale(box: Box) -> Tensor:
+        def scale(box: Slices) -> Tensor:
             (asked,) = box
             of_rows = slice(0, 1) if whole else asked
             _no_zeros(tensors, of_rows)
@@ -124,15 +124,15 @@ def _read_int4(tensors: Tensors) -> Quantized:
             raise tensors.wrong(key, "has numbers of more than 4 bits", "weight_dtype=torch.int4 when quantizing")
         return (held + MIDDLE).to(torch.uint8)
 
-    def numbers(box: Box) -> Tensor:
+    def numbers(box: Slices) -> Tensor:
         held = boxed(stored, (box[0], slice(2 * box[1].start, 2 * box[1].stop)))
         return packed_nibbles(shifted(DATA, held))
 
-    def scale(box: Box) -> Tensor:
+    def scale(box: Slices) -> Tensor:
         held = of_groups(each, box[1], lambda theirs: boxed(scales, (box[0], theirs)))
         return tensors.finite(SCALE, held.to(torch.float32))
 
-    def zero(box: Box) -> Tensor:
+    def zero(box: Slices) -> Tensor:
         return shifted(ZERO, of_groups(each, box[1], lambda theirs: boxed(zeros, (box[0], theirs))))
 
     groups = (rows, columns // GROUP)
@@ -143,7 +143,7 @@ def _read_int4(tensors: Tensors) -> Quantized:
     )  # fmt: skip
 
 
-def _scales_of_blocks(tensors: Tensors, dtype: torch.dtype, rows: int, blocks: int) -> Callable[[Box], Tensor]:
+def _scales_of_blocks(tensors: Tensors, dtype: torch.dtype, rows: int, blocks: int) -> Callable[[Slices], Tensor]:
     """What reads a box of the scales (rows, blocks), as their bits."""
     stored = tensors.matrix(SCALE, (dtype,))
     across = -(-blocks // TILE_BLOCKS)
@@ -151,7 +151,7 @@ def _scales_of_blocks(tensors: Tensors, dtype: torch.dtype, rows: int, blocks: i
     if stored.shape not in ((rows, blocks), tiled):
         raise tensors.wrong(SCALE, f"has shape {stored.shape}, and should have {(rows, blocks)} or, in tiles, {tiled}")
 
-    def read(box: Box) -> Tensor:
+    def read(box: Slices) -> Tensor:
         if stored.shape == (rows, blocks):
             held = boxed(stored, box)
         else:
@@ -174,7 +174,7 @@ def _read_mxfp8(tensors: Tensors) -> Quantized:
     if columns % MX_BLOCK:
         raise tensors.wrong(DATA, f"has {columns} columns, and blocks have {MX_BLOCK}")
 
-    def numbers(box: Box) -> Tensor:
+    def numbers(box: Slices) -> Tensor:
         return boxed(stored, box).view(torch.uint8)
 
     scale = part((rows, columns // MX_BLOCK), torch.uint8, _scales_of_blocks(tensors, E8M0, rows, columns // MX_BLOCK))
@@ -195,10 +195,10 @@ def _read_nvfp4(tensors: Tensors) -> Quantized:
             raise tensors.wrong(PER_TENSOR, f"has shape {entry.shape}, and should be one number")
         whole = tensors.finite(PER_TENSOR, tensors.whole(PER_TENSOR, (torch.float32,))).reshape(1)
 
-    def numbers(box: Box) -> Tensor:
+    def numbers(box: Slices) -> Tensor:
         return boxed(stored, box)
 
-    def outer(box: Box) -> Tensor:
+    def outer(box: Slices) -> Tensor:
         return whole.expand(box[0].stop - box[0].start)
 
     scale = part((rows, columns // NV_BLOCK), torch.uint8, _scales_of_blocks(tensors, E4M3, rows, columns // NV_BLOCK))

@@ -39,11 +39,11 @@ class OffloadChoice:
     over: int = 0
 
 
-Tiers = Mapping[int, str | None]
-Choose = Callable[[Ground, Tiers], OffloadChoice]
+ValueTiers = Mapping[int, str | None]
+Choose = Callable[[Ground, ValueTiers], OffloadChoice]
 
 
-def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> OffloadChoice | None:
+def by_rank(ground: Ground, mesh: Mesh, placed: ValueTiers, choose: Choose) -> OffloadChoice | None:
     """What each rank of the ground's program does for itself, as one choice for all of it.
 
     placed: storage of a state -> the tier where it is said. choose: the choice for the ground of what one rank runs.
@@ -121,7 +121,7 @@ def _ids(program: Program) -> list[int]:
     return ids
 
 
-def _told(ground: Ground, of_rank: Ground, placed: Tiers) -> Tiers:
+def _told(ground: Ground, of_rank: Ground, placed: ValueTiers) -> ValueTiers:
     """What is said of a rank's own storages; those of several ranks stay."""
     told: dict[int, str | None] = {}
     for id in of_rank.program.inputs:

@@ -26,8 +26,9 @@ from colofunc.planner.offload.by_rank import OffloadChoice, by_rank
 from colofunc.planner.offload.residency import Links, Residency, Trace, least_budget, reside
 from colofunc.planner.offload.timeline import TraceLanes as Playing
 from colofunc.planner.offload.timeline import play
-from colofunc.planner.offload.trace import Ground, NodeS, links_of, trace_of_ground, write_copies
+from colofunc.planner.offload.trace import Ground, links_of, trace_of_ground, write_copies
 from colofunc.planner.plan_table import time_text
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.memory import lies, memory
@@ -53,7 +54,7 @@ class OnDiskProgram:
 def on_disk(
     program: Program,
     mesh: Mesh,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     host_bytes: int | None,
     given: Mapping[int, str],
     captured: Mapping[int, bool] | None = None,

@@ -30,9 +30,10 @@ from colofunc.planner.offload.disk import as_disk, least_disk_s, on_disk, timed
 from colofunc.planner.offload.host_operators import check_where, words_of_host
 from colofunc.planner.offload.loops import opened
 from colofunc.planner.offload.policies import AUTO, MemoryPolicy, Room, State, policy_places
-from colofunc.planner.offload.trace import Ground, NodeS, ground_of, write_copies
+from colofunc.planner.offload.trace import Ground, ground_of, write_copies
 from colofunc.planner.offload.updates import updates_of
 from colofunc.planner.plan_table import time_text
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 from colofunc.program.lanes import played
 from colofunc.program.passes.narrow_gradients import narrow_gradients
@@ -65,7 +66,7 @@ class Offloaded:
 def fastest_offload(
     program: Program,
     mesh: Mesh,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     budget_bytes: int | None,
     policy: MemoryPolicy = AUTO,
     given: Mapping[int, str] | None = None,
@@ -111,8 +112,8 @@ class _Offloading:
     """
 
     def __init__(
-        self, ground: Ground, mesh: Mesh, node_s: NodeS, budget: int | None, policy: MemoryPolicy, given: Mapping[int, str],
-        host_limit_bytes: int | None, disk: bool, captured: Mapping[int, bool],
+        self, ground: Ground, mesh: Mesh, node_s: NodeSeconds, budget: int | None, policy: MemoryPolicy,
+        given: Mapping[int, str], host_limit_bytes: int | None, disk: bool, captured: Mapping[int, bool],
     ) -> None:  # fmt: skip
         self.ground = ground
         self.program = ground.program

@@ -28,7 +28,7 @@ from colofunc.program.ir import Node, Program
 CHEAP = frozenset("_to_copy add addcmul div linalg_vector_norm mean mul neg pow sqrt square sub sum".split())
 """Operators that read what they are given once: they go where it lies. In place forms too."""
 
-Split = tuple[float, frozenset[int]]
+HostSplit = tuple[float, frozenset[int]]
 
 
 def with_operators(
@@ -37,8 +37,8 @@ def with_operators(
     update: str | None,
     placed: Mapping[int, str | None],
     limit: int,
-    splits: Iterable[Split],
-) -> Iterator[Split]:
+    splits: Iterable[HostSplit],
+) -> Iterator[HostSplit]:
     """The splits of the updates, each beside operators on the host: as `where` says, else without and with those that
     gather.
     """

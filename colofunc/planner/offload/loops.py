@@ -22,17 +22,19 @@ from colofunc.mesh import Mesh
 from colofunc.planner.offload.host_operators import with_operators
 from colofunc.planner.offload.policies import MemoryPolicy
 from colofunc.planner.offload.residency import Residency, Trace, least_budget, reside
-from colofunc.planner.offload.trace import Ground, NodeS, of_lies, trace_of_ground, write_copies
+from colofunc.planner.offload.trace import Ground, of_lies, trace_of_ground, write_copies
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node
-from colofunc.program.memory import Meta, lies, memory, memory_of_body
+from colofunc.program.memory import lies, memory, memory_of_body
 from colofunc.program.passes.reuse import added_in_place
+from colofunc.program.result_storages import StridedMeta
 
 NOTHING: frozenset[int] = frozenset()
 
 
 def opened(
-    ground: Ground, mesh: Mesh, node_s: NodeS, states: Mapping[int, str | None], limit: int, policy: MemoryPolicy
+    ground: Ground, mesh: Mesh, node_s: NodeSeconds, states: Mapping[int, str | None], limit: int, policy: MemoryPolicy
 ) -> Ground | None:
     """The ground of the program whose loops copy for themselves; None where there is no loop, or nothing has to leave.
 
@@ -84,7 +86,7 @@ def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) 
     return trace.base[k] - max(held, default=0) + needed
 
 
-def _metas(ground: Ground, k: int, loop: Loop) -> dict[int, Meta]:
+def _metas(ground: Ground, k: int, loop: Loop) -> dict[int, StridedMeta]:
     refs = ground.program.nodes[k].refs
     return {into: ground.lies.metas[ref] for into, ref in zip(loop.body.inputs, refs, strict=True)}
 
@@ -95,7 +97,7 @@ def _opened(
     loop: Loop,
     limit: int,
     mesh: Mesh,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     states: Mapping[int, str | None],
     policy: MemoryPolicy,
 ) -> tuple[Loop, frozenset[int], float]:

@@ -36,7 +36,7 @@ class Room:
     ranks: int
 
 
-Place = Callable[[Sequence[State], Room], Sequence[str | None]]
+PlaceStates = Callable[[Sequence[State], Room], Sequence[str | None]]
 
 
 @attrs.frozen
@@ -51,7 +51,7 @@ class MemoryPolicy:
     """
 
     name: str
-    place: Place = attrs.field(default=lambda states, room: [None] * len(states), repr=False)
+    place: PlaceStates = attrs.field(default=lambda states, room: [None] * len(states), repr=False)
     update: str | None = None
     activations: bool = True
     where: Mapping[str, str] = attrs.field(factory=dict, hash=False)

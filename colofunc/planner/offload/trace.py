@@ -14,10 +14,9 @@ as ground.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import attrs
 import numpy as np
@@ -25,6 +24,7 @@ import numpy as np
 from colofunc.mesh import Mesh
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
 from colofunc.planner.offload.timeline import TraceLanes, play
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.facts import is_copy, is_wire, kind_of, written
 from colofunc.program.host_seconds import host_seconds, touched_bytes
 from colofunc.program.ir import Node, Program, kept_with
@@ -33,7 +33,6 @@ from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
 from colofunc.program.passes.narrow_gradients import droppable_casts
 from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, looks_only, readers
 
-NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
 """A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of
 it."""
@@ -64,7 +63,7 @@ class Ground:
     stay: frozenset[int] = frozenset()
 
 
-def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str] | None = None) -> Ground:
+def ground_of(program: Program, mesh: Mesh, node_s: NodeSeconds, given: Mapping[int, str] | None = None) -> Ground:
     """The ground of a whole program. given: position of an input -> tier."""
     found = lies(program)
     tiers = {found.home[program.inputs[position]]: tier for position, tier in (given or {}).items()}
@@ -84,7 +83,7 @@ def _held(storages: Iterable[Storage], count: int) -> list[int]:
 
 
 def of_lies(
-    program: Program, found: StorageMap, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]
+    program: Program, found: StorageMap, held: Sequence[int], mesh: Mesh, node_s: NodeSeconds, given: Mapping[int, str]
 ) -> Ground:
     alone_s = tuple(node_s(node, program.values) for node in program.nodes)
     host_s = [
@@ -98,7 +97,7 @@ def of_lies(
     return Ground(program, found, tuple(held), readers(program, found), device_s, tuple(host_s), links_of(mesh), given)
 
 
-def _held_up_s(program: Program, mesh: Mesh, node_s: NodeS) -> tuple[float, ...]:
+def _held_up_s(program: Program, mesh: Mesh, node_s: NodeSeconds) -> tuple[float, ...]:
     """Seconds that the device spends at each node, where collectives run beside it: they hide no copies, the work
     beside them does."""
     lanes = played(program, mesh, node_s)

@@ -23,12 +23,12 @@ from colofunc.planner.recompute.stages import ForwardChain
 from colofunc.program.ir import Program
 from colofunc.spec.layout import At
 
-Levels = Mapping[At, int]
+RankLevels = Mapping[At, int]
 """Where ranks are on the axis of the pipeline -> the number of their order, from fast to lean."""
 Sweeps = Sequence[Sweep]
 
 
-def put_together(chain: ForwardChain, sweeps: Sweeps, levels: Levels) -> Program:
+def put_together(chain: ForwardChain, sweeps: Sweeps, levels: RankLevels) -> Program:
     """The program in which each rank works in its own order (Note [Put together])."""
     whole = [Run(number, 0) for number in range(len(chain.parts))]
     keeps_all: tuple[Run | Back, ...] = (*whole, *(Back(run.stage) for run in reversed(whole)))
@@ -45,7 +45,7 @@ def put_together(chain: ForwardChain, sweeps: Sweeps, levels: Levels) -> Program
     return chain.replay([*forward, *backward])
 
 
-def _level(chain: ForwardChain, nodes: Iterable[int], levels: Levels) -> int:
+def _level(chain: ForwardChain, nodes: Iterable[int], levels: RankLevels) -> int:
     """The order of a part; the leanest where nodes of several ranks are in it."""
     found = [levels.get(on, 0) for index in nodes if (on := chain.program.nodes[index].on) is not None]
     return max(found, default=0)
@@ -76,7 +76,7 @@ def _left(order: Iterable[Run | Back], group: Sequence[int]) -> list[Run | Back]
 
 
 def fastest_by_rank(
-    combine: Callable[[Levels], Program],
+    combine: Callable[[RankLevels], Program],
     most: int,
     tried: Callable[[Program], FinishedProgram],
     whole: FinishedProgram,

@@ -22,15 +22,16 @@ import attrs
 
 from colofunc import progress
 from colofunc.planner.candidate import Finish, FinishedProgram
-from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
+from colofunc.planner.recompute.by_rank import RankLevels, fastest_by_rank, put_together
 from colofunc.planner.recompute.chain import Back, ChainTable, Run, Sweep
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, every
 from colofunc.planner.recompute.relaxed import relaxed
-from colofunc.planner.recompute.stages import ForwardChain, ForwardStage, NodeS, chain_of, joined_stages
+from colofunc.planner.recompute.stages import ForwardChain, ForwardStage, chain_of, joined_stages
 from colofunc.program.aliases import aliases
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import change_bodies
@@ -65,7 +66,7 @@ nothing fits. Without them a U-shaped net (`tests/test_relaxed.py`, three levels
 below."""
 
 
-def by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy, finish: Finish) -> FinishedProgram:
+def by_policy(program: Program, node_s: NodeSeconds, policy: RecomputePolicy, finish: Finish) -> FinishedProgram:
     """The program that keeps what the policy says, and what goes from stage to stage."""
     made, plain_s = _by_policy_everywhere(program, node_s, policy), _seconds(program, node_s)
     done = _with_again(made, finish, node_s, plain_s)
@@ -73,7 +74,7 @@ def by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy, finish: 
 
 
 def _with_again(
-    made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: FinishedProgram | None = None
+    made: Program, finish: Finish, node_s: NodeSeconds, plain_s: float, like: FinishedProgram | None = None
 ) -> FinishedProgram:
     """`made` finished; what it makes again costs, too."""
     done, again_s = finish(made, like), _seconds(made, node_s) - plain_s
@@ -81,7 +82,7 @@ def _with_again(
     return attrs.evolve(done, more_s=done.more_s + again_s, words=(*words, *done.words))
 
 
-def _by_policy_everywhere(program: Program, node_s: NodeS, policy: RecomputePolicy) -> Program:
+def _by_policy_everywhere(program: Program, node_s: NodeSeconds, policy: RecomputePolicy) -> Program:
     def change(part: Program) -> Program:
         replay = _by_policy(part, node_s, policy)
         return part if replay is None else replay.finish()
@@ -89,14 +90,14 @@ def _by_policy_everywhere(program: Program, node_s: NodeS, policy: RecomputePoli
     return _changed(program, change)
 
 
-def _by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy) -> Replay | None:
+def _by_policy(program: Program, node_s: NodeSeconds, policy: RecomputePolicy) -> Replay | None:
     """None: without a backward there is one order of work."""
     chain = chain_of(program, node_s, policy.keeps, policy.every)
     n = len(chain.parts)
     return chain.replayed([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else None
 
 
-def _order_by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy) -> Order:
+def _order_by_policy(program: Program, node_s: NodeSeconds, policy: RecomputePolicy) -> Order:
     replay = None if _has_loops(program) else _by_policy(program, node_s, policy)
     if replay is None:
         return Order(cache(partial(_by_policy_everywhere, program, node_s, policy)), 0, inf)
@@ -108,7 +109,7 @@ def _has_loops(program: Program) -> bool:
 
 
 def fit_recomputed(
-    program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None, below_s: float = inf
+    program: Program, node_s: NodeSeconds, finish: Finish, budget_bytes: int | None, below_s: float = inf
 ) -> tuple[FinishedProgram | None, FinishedProgram]:
     """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak.
 
@@ -264,7 +265,7 @@ def _rounded(
     return found
 
 
-def _leaner(plans: Sequence[Program], node_s: NodeS) -> Iterator[Order]:
+def _leaner(plans: Sequence[Program], node_s: NodeSeconds) -> Iterator[Order]:
     """Those that hold less than all before them."""
     least = inf
     for plan in plans:
@@ -339,7 +340,7 @@ class _Proposals:
     """
 
     program: Program
-    node_s: NodeS
+    node_s: NodeSeconds
     chains: Mapping[int, ForwardChain]
     sweeps: Mapping[int, Sequence[Sweep]]
     again: dict[int, tuple[Program | Order, float]] = attrs.field(factory=dict, init=False)
@@ -347,7 +348,7 @@ class _Proposals:
     by_levels: dict[frozenset[tuple[At, int]], Program] = attrs.field(factory=dict, init=False)
 
     @staticmethod
-    def of(program: Program, node_s: NodeS) -> _Proposals:
+    def of(program: Program, node_s: NodeSeconds) -> _Proposals:
         chains = {id(p): measured(joined_stages(chain_of(p, node_s))) for p in program.with_bodies()}
         sweeps = {key: _sweeps(chain) for key, chain in chains.items() if chain.parts}
         return _Proposals(program, node_s, chains, {key: some for key, some in sweeps.items() if some})
@@ -421,7 +422,7 @@ class _Proposals:
     def _replayed(self, sweep: Sweep) -> Replay:
         return self.chains[id(self.program)].replayed(sweep.order)
 
-    def of_ranks(self, levels: Levels) -> Program:
+    def of_ranks(self, levels: RankLevels) -> Program:
         """The program in which each rank of a pipeline works in an order of its own; 0: nothing is made again."""
 
         def change(part: Program) -> Program:
@@ -451,11 +452,11 @@ def _sweeps(chain: ForwardChain) -> Sequence[Sweep]:
     return sorted(ChainTable(stages, most, SLOTS, ENTRIES).distinct(), key=lambda sweep: sweep.seconds)
 
 
-def _seconds(program: Program, node_s: NodeS) -> float:
+def _seconds(program: Program, node_s: NodeSeconds) -> float:
     return sum(_each_s(program, node_s))
 
 
-def _each_s(program: Program, node_s: NodeS) -> Iterator[float]:
+def _each_s(program: Program, node_s: NodeSeconds) -> Iterator[float]:
     """Seconds of each node."""
     for node in program.nodes:
         yield (

@@ -28,8 +28,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.aliases import aliases
+from colofunc.program.cost import NodeSeconds
 from colofunc.program.ir import Program
 from colofunc.program.passes.recompute import Replay
 
@@ -112,7 +112,7 @@ class Rounds:
         return max(by_round)
 
 
-def relaxed(program: Program, node_s: NodeS, owned: Collection[int] = ()) -> Iterator[Callable[[], Program]]:
+def relaxed(program: Program, node_s: NodeSeconds, owned: Collection[int] = ()) -> Iterator[Callable[[], Program]]:
     """Orders of work, fastest first by what the linear programs say.
 
     owned: groups of memory that a chain's stages own. None where that is all, where there is a loop or no backward.
@@ -200,7 +200,7 @@ def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float
     return result.x[: turns * count].reshape(turns, count), float(result.fun) * scale
 
 
-def rounds_of(program: Program, node_s: NodeS) -> Rounds | None:
+def rounds_of(program: Program, node_s: NodeSeconds) -> Rounds | None:
     """None where there is a loop, no backward, or nothing to choose."""
     backward = [index for index, node in enumerate(program.nodes) if node.phase == "backward"]
     if not backward or not backward[0] or any(node.loop is not None for node in program.nodes):

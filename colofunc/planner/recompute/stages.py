@@ -19,7 +19,8 @@ import attrs
 
 from colofunc.planner.recompute.chain import Back, ChainStage, KeepOption, Run
 from colofunc.planner.recompute.cuts import ForwardFacts, forward_facts
-from colofunc.program.ir import Node, Program, Value
+from colofunc.program.cost import NodeSeconds
+from colofunc.program.ir import Node, Program
 from colofunc.program.passes.recompute import Replay
 
 WAYS = 12
@@ -27,7 +28,6 @@ WAYS = 12
 LONG = 100
 """Chains of more parts are joined where parts keep nothing."""
 
-NodeS = Callable[[Node, Mapping[int, Value]], float]
 Keeps = Callable[[Node, Sequence[Node]], bool]
 Rung = tuple[frozenset[int], float]
 """A way to keep a stage: the memory groups that stay, and seconds to make the others again."""
@@ -91,7 +91,7 @@ class ForwardChain:
         return made
 
 
-def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every: int = 1) -> ForwardChain:
+def chain_of(program: Program, node_s: NodeSeconds, keeps: Keeps | None = None, every: int = 1) -> ForwardChain:
     """The chain of a local program. `keeps(node, readers in forward)`: a policy; each stage then has one way only, the
     policy's.
 
@@ -162,7 +162,7 @@ def _part(
     stage_of: Mapping[int, int],
     rests: Collection[int],
     back: range,
-    node_s: NodeS,
+    node_s: NodeSeconds,
     keeps: Keeps | None,
 ) -> ForwardStage:
     program = facts.program
@@ -208,7 +208,7 @@ def _values(groups: Iterable[int], members: Mapping[int, Collection[int]]) -> fr
     return frozenset().union(*(members[group] for group in groups))
 
 
-def _seconds(program: Program, nodes: Iterable[int], node_s: NodeS) -> float:
+def _seconds(program: Program, nodes: Iterable[int], node_s: NodeSeconds) -> float:
     return sum(node_s(program.nodes[k], program.values) for k in nodes)
 
 
@@ -229,7 +229,7 @@ def _by_policy(
     saved: Collection[int],
     outs: Collection[int],
     members: Mapping[int, Collection[int]],
-    node_s: NodeS,
+    node_s: NodeSeconds,
     keeps: Keeps,
 ) -> list[Rung]:
     """All that backward reads, and what a policy keeps of it."""
@@ -250,7 +250,9 @@ def _by_policy(
     return [(frozenset(saved), 0.0), (frozenset(chosen & needed), _seconds(program, sorted(again), node_s))]
 
 
-def _again_s(facts: ForwardFacts, nodes: range, saved: Collection[int], kept: Collection[int], node_s: NodeS) -> float:
+def _again_s(
+    facts: ForwardFacts, nodes: range, saved: Collection[int], kept: Collection[int], node_s: NodeSeconds
+) -> float:
     """Seconds to make what is saved but not kept, from what is kept."""
     return _seconds(facts.program, sorted(_again(facts, nodes, saved, kept)), node_s)
 
@@ -284,7 +286,7 @@ def _ladder(
     saved: Collection[int],
     outs: Collection[int],
     sizes: Mapping[int, int],
-    node_s: NodeS,
+    node_s: NodeSeconds,
 ) -> list[Rung]:
     """Ways to keep a stage, from everything to nothing: each step drops what costs least to make again per byte."""
     kept, seconds = set(saved), 0.0

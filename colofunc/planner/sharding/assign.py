@@ -41,7 +41,7 @@ BATCHES = 5
 RESTARTS = 2
 """How often a search from an assignment of a like program leaves it and descends anew."""
 
-Candidates = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
+CandidatesOf = Callable[[Node | Value], Sequence[Strategy] | Sequence[Layout]]
 
 
 @attrs.frozen(eq=False)
@@ -113,7 +113,7 @@ class Memo:
 def assign(
     program: Program,
     mesh: Mesh,
-    candidates: Candidates,
+    candidates: CandidatesOf,
     constraints: Constraints = NONE,
     convert_s: ConvertS | None = None,
     budget_bytes: int | None = None,
@@ -189,7 +189,7 @@ def assign(
 def _fastest(
     program: Program,
     mesh: Mesh,
-    candidates: Candidates,
+    candidates: CandidatesOf,
     constraints: Constraints,
     convert: ConvertS,
     tied: bool | None,
@@ -302,7 +302,7 @@ def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
 def _options(
     program: Program,
     item: int,
-    candidates: Candidates,
+    candidates: CandidatesOf,
     constraints: Constraints,
     near: Callable[[Node | Value, Strategy], bool] | None,
 ) -> tuple[Strategy, ...]:

@@ -19,10 +19,10 @@ from colofunc.planner.sharding.constraints import agrees
 from colofunc.planner.sharding.flows import Coded
 from colofunc.planner.sharding.model import PairwiseModel
 
-Search = Callable[[PairwiseModel], list[int]]
+SearchModel = Callable[[PairwiseModel], list[int]]
 
 
-def axis_by_axis(model: PairwiseModel, axes: Sequence[str], search: Search) -> list[int]:
+def axis_by_axis(model: PairwiseModel, axes: Sequence[str], search: SearchModel) -> list[int]:
     """A choice of which `axes` were decided in their order, each by `search`; before, every operator is as its first
     option has it, which is whole wherever it may be.
     """

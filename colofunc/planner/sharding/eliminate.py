@@ -23,7 +23,7 @@ BIG = 1e12
 """Seconds that mean forbidden: finite, so that differences stay numbers."""
 
 Array = NDArray[np.float64]
-Scope = tuple[int, ...]
+TableScope = tuple[int, ...]
 
 
 class Graph:
@@ -31,7 +31,7 @@ class Graph:
 
     def __init__(self, unary: Iterable[Array]) -> None:
         self.unary = [np.minimum(np.asarray(costs, dtype=float), BIG) for costs in unary]
-        self.tables: dict[Scope, Array] = {}
+        self.tables: dict[TableScope, Array] = {}
         self.alive: tuple[int, ...] = tuple(range(len(self.unary)))
         self.constant = 0.0
 
@@ -74,9 +74,9 @@ class Graph:
             entries += float(table[tuple(options[variable] for variable in scope)])
         return total + entries
 
-    def around(self) -> list[list[Scope]]:
+    def around(self) -> list[list[TableScope]]:
         """Variable -> scopes of its tables."""
-        scopes: list[list[Scope]] = [[] for _ in self.unary]
+        scopes: list[list[TableScope]] = [[] for _ in self.unary]
         for scope in self.tables:
             for variable in scope:
                 scopes[variable].append(scope)
@@ -108,7 +108,7 @@ class Graph:
             decided.add(variable)
         return options
 
-    def _hoped(self, scope: Scope, variable: int, options: Sequence[int], decided: Collection[int]) -> Array:
+    def _hoped(self, scope: TableScope, variable: int, options: Sequence[int], decided: Collection[int]) -> Array:
         """One table by the options of `variable`: decided variables at theirs, the others at what is cheapest."""
         index: list[slice | int] = []
         open_variables: list[int] = []
@@ -144,7 +144,7 @@ class Graph:
         return core, work.recover
 
 
-def _without_single_options(scope: Scope, table: Array) -> tuple[Scope, Array]:
+def _without_single_options(scope: TableScope, table: Array) -> tuple[TableScope, Array]:
     """A table without the axes of variables that have one option: such a variable ties nobody to anybody.
 
     One axis stays where all have one option.
@@ -155,7 +155,7 @@ def _without_single_options(scope: Scope, table: Array) -> tuple[Scope, Array]:
     return scope[:1], table.reshape(1)
 
 
-def _on_diagonals(scope: Scope, table: Array) -> tuple[Scope, Array]:
+def _on_diagonals(scope: TableScope, table: Array) -> tuple[TableScope, Array]:
     """A table in which each variable has one axis."""
     while len(set(scope)) < len(scope):
         first = next(axis for axis, variable in enumerate(scope) if variable in scope[axis + 1 :])
@@ -167,7 +167,7 @@ def _on_diagonals(scope: Scope, table: Array) -> tuple[Scope, Array]:
     return scope, table
 
 
-def _sorted_by_variable(scope: Scope, table: Array) -> tuple[Scope, Array]:
+def _sorted_by_variable(scope: TableScope, table: Array) -> tuple[TableScope, Array]:
     order = sorted(range(len(scope)), key=scope.__getitem__)
     return tuple(scope[axis] for axis in order), table.transpose(order)
 
@@ -186,9 +186,9 @@ class _Work:
         self.unary = list(graph.unary)
         self.constant = 0.0
         # (variable, the variables its option depends on, its best option by theirs)
-        self.choices: list[tuple[int, Scope, NDArray[np.intp]]] = []
+        self.choices: list[tuple[int, TableScope, NDArray[np.intp]]] = []
         # by variable: number of a table -> the table; a table lies in the bucket of each of its variables
-        self.buckets: list[dict[int, tuple[Scope, Array]]] = [{} for _ in graph.unary]
+        self.buckets: list[dict[int, tuple[TableScope, Array]]] = [{} for _ in graph.unary]
         self.next = 0
         for scope, table in graph.tables.items():
             if fixed and any(variable in fixed for variable in scope):
@@ -196,7 +196,7 @@ class _Work:
                 scope = tuple(variable for variable in scope if variable not in fixed)
             self._put(scope, table)
 
-    def _put(self, scope: Scope, table: Array) -> None:
+    def _put(self, scope: TableScope, table: Array) -> None:
         if not scope:
             return
         if len(scope) == 1:
@@ -206,9 +206,9 @@ class _Work:
         for variable in scope:
             self.buckets[variable][number] = (scope, table)
 
-    def all_tables(self) -> list[tuple[Scope, Array]]:
+    def all_tables(self) -> list[tuple[TableScope, Array]]:
         """The tables that are left, each once."""
-        tables: dict[int, tuple[Scope, Array]] = {}
+        tables: dict[int, tuple[TableScope, Array]] = {}
         for bucket in self.buckets:
             tables.update(bucket)
         return list(tables.values())

@@ -24,7 +24,7 @@ import attrs
 import numpy as np
 
 from colofunc.planner.sharding.classes import Ties
-from colofunc.planner.sharding.eliminate import BIG, Array, Graph, Scope, eliminate_all, exact_order
+from colofunc.planner.sharding.eliminate import BIG, Array, Graph, TableScope, eliminate_all, exact_order
 from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.planner.sharding.search import NORMAL, exact_graph, search_neighbours
 from colofunc.program.ir import Program
@@ -65,7 +65,7 @@ class Bucket:
     """
 
     variable: int
-    scope: Scope
+    scope: TableScope
     regret: Array
     rows: dict[tuple[int, ...], tuple[list[float], int]] = attrs.field(factory=dict, init=False, repr=False)
 
@@ -283,7 +283,7 @@ def _bytes(model: PairwiseModel, variable: int) -> Array:
 
 def buckets_of(graph: Graph, order: Sequence[int]) -> tuple[float, list[Bucket]]:
     """(the least cost, buckets in the order of elimination)."""
-    tables: list[tuple[Scope, Array]] = list(graph.tables.items())
+    tables: list[tuple[TableScope, Array]] = list(graph.tables.items())
     tables += [((variable,), graph.unary[variable]) for variable in order]
     least = graph.constant
     buckets: list[Bucket] = []
@@ -307,7 +307,7 @@ def buckets_of(graph: Graph, order: Sequence[int]) -> tuple[float, list[Bucket]]
     return least, buckets
 
 
-def _spread(table: Array, scope: Scope, variables: Scope) -> Array:
+def _spread(table: Array, scope: TableScope, variables: TableScope) -> Array:
     """A table with an axis for each of `variables`, of size 1 for those that are not in its scope."""
     axes = [variables.index(variable) for variable in scope]
     absent = [axis for axis in range(len(variables)) if axis not in axes]

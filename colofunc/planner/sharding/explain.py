@@ -35,7 +35,7 @@ MAX_MASK_BYTES = 1 << 27
 STAGES = "stages: parameters and their work at its indices"  # of an axis at whose indices values exist
 SHOWN = 4  # readers and other specs of a leaf that a plan keeps
 EQUAL_S = 1e-9  # options that differ by less cost the same
-RuleOf = Callable[[Node], Rule | None]
+RuleOfNode = Callable[[Node], Rule | None]
 
 
 @attrs.frozen
@@ -64,7 +64,7 @@ def make_plan(
     program: Program,
     mesh: Mesh,
     found: Assignment,
-    rule_of: RuleOf = lambda node: None,
+    rule_of: RuleOfNode = lambda node: None,
     named: Mapping[str, PlanOfAxis] | None = None,
     constraints: Constraints = NONE,
     budget_bytes: int | None = None,
@@ -151,7 +151,7 @@ class _Decider:
     program: Program
     found: Assignment
     keys: Sequence[str]
-    rule_of: RuleOf
+    rule_of: RuleOfNode
     constraints: Constraints
     budgeted: bool
     taken: tuple[str, ...]
@@ -328,7 +328,7 @@ def _specs(found: Assignment, number: int, taken: tuple[str, ...]) -> tuple[Alte
     return tuple(sorted(others, key=lambda other: other.more_s)[:SHOWN])
 
 
-def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOf = lambda node: None) -> Constraints:
+def constraints_from(plan: Plan, program: Program, mesh: Mesh, rule_of: RuleOfNode = lambda node: None) -> Constraints:
     """Decide as `plan` did wherever it speaks: nodes by key, input leaves by name. Other nodes and leaves stay open.
 
     What no search offers by itself, such as weights in stripes, is offered. Raises PlanError where the mesh has other

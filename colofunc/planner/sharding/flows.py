@@ -31,7 +31,7 @@ from colofunc.spec.layout import Layout, replicated
 from colofunc.spec.rule import Strategy
 
 ConvertS = Callable[[Layout, Layout, Mesh, int], float]
-Step = tuple[int, int, float]  # from layout, to layout, seconds
+FlowStep = tuple[int, int, float]  # from layout, to layout, seconds
 ENLARGED = 1 << 24
 """What moving takes without starts is asked of tensors this many times as large, beside which starts are nothing."""
 STATE = ("param", "frozen", "state", "buffer")
@@ -173,9 +173,9 @@ class Coded:
             self._known[key] = seconds
         return seconds
 
-    def steps(self, source: int, targets: Sequence[int]) -> list[Step]:
+    def steps(self, source: int, targets: Sequence[int]) -> list[FlowStep]:
         """Each conversion one value goes through."""
-        steps: list[Step] = []
+        steps: list[FlowStep] = []
         if len(targets) == 1 and not self.rest:
             if targets[0] != source:
                 steps.append((source, targets[0], self.second(source, targets[0])))
@@ -187,7 +187,7 @@ class Coded:
             self._want([source, *copies.get(0, ())], self.rest[source], steps)
         return steps
 
-    def _want(self, copies: list[int], target: int, steps: list[Step]) -> None:
+    def _want(self, copies: list[int], target: int, steps: list[FlowStep]) -> None:
         """One more copy, made of the cheapest that is there, of equal ones the first."""
         if target in copies:
             return

@@ -28,7 +28,7 @@ from colofunc.program.work_kinds import work_kind
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
-Choice = Sequence[int]  # option index per class
+ClassChoice = Sequence[int]  # option index per class
 KernelS = Callable[[Node, Strategy], float | None]
 
 TIE_S_PER_BYTE = 1e-18
@@ -57,7 +57,7 @@ class PairwiseModel:
 
     # --- the judge
 
-    def true_cost(self, choice: Choice) -> float:
+    def true_cost(self, choice: ClassChoice) -> float:
         """Seconds of the whole step for one rank, with prices."""
         # Hot: every move that a search keeps ends here.
         members_s = zip(self.weight, self.seconds, choice, strict=True)
@@ -66,17 +66,17 @@ class PairwiseModel:
             own_s += sum([extra.item(option) for extra, option in zip(self.extra, choice, strict=True)])
         return own_s + self.conversions_s(choice)
 
-    def conversions_s(self, choice: Choice) -> float:
+    def conversions_s(self, choice: ClassChoice) -> float:
         """The part of `true_cost` that is converting between operators."""
         return sum([self.flow_s(flow, choice) for flow in range(len(self.flows))])
 
-    def flow_s(self, flow: int, choice: Choice) -> float:
+    def flow_s(self, flow: int, choice: ClassChoice) -> float:
         """Seconds of all conversions of all values of a flow (and the price of their copies)."""
         coded = self.coded[flow]
         seconds, nbytes = coded.measure(*coded.at(choice))
         return seconds + self.copy_price[flow] * nbytes if self.copy_price else seconds
 
-    def steps(self, flow: int, choice: Choice) -> list[tuple[Layout, Layout, float]]:
+    def steps(self, flow: int, choice: ClassChoice) -> list[tuple[Layout, Layout, float]]:
         """(from, to, seconds) of each conversion that one value of a flow goes through."""
         coded = self.coded[flow]
         steps = []
@@ -93,7 +93,7 @@ class PairwiseModel:
         """Seconds per byte of a converted copy of all values of a flow."""
         return self.copy_price[flow] if self.copy_price else 0.0
 
-    def row(self, number: int, choice: Choice) -> Array:
+    def row(self, number: int, choice: ClassChoice) -> Array:
         """True cost of each option of a class, all else as in `choice`, up to what does not depend on it."""
         row = self.own(number)
         for flow in self.flows_of[number]:
@@ -111,7 +111,7 @@ class PairwiseModel:
 
     # --- the model to search in
 
-    def pair_graph(self, choice: Choice | float) -> Graph:
+    def pair_graph(self, choice: ClassChoice | float) -> Graph:
         """The pairwise model. Where uses may share a conversion each pays a share: a given one, or by `choice`.
 
         With a choice, a use that takes target t pays 1 / (uses that take t now, itself included), which makes the

@@ -18,6 +18,7 @@ from colofunc.planner.sharding.classes import Ties
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
+from colofunc.spec.strategies import Pending
 
 FEW = 16
 """A class with at most this many options keeps them all, and layouts spread from them."""
@@ -25,10 +26,10 @@ FEW = 16
 ROUNDS = 3
 """Layouts spread through the program, there and back, at most this many times."""
 
-Options = Sequence[tuple[Strategy, ...]]  # per class
+ClassOptions = Sequence[tuple[Strategy, ...]]  # per class
 
 
-def lean(program: Program, ties: Ties, options: Options) -> list[tuple[Strategy, ...]]:
+def lean(program: Program, ties: Ties, options: ClassOptions) -> list[tuple[Strategy, ...]]:
     """Per class the options to search among; the first one (replicated) always is."""
     spread = _Spread(program, ties, options)
     for _ in range(ROUNDS):
@@ -50,7 +51,7 @@ class _Spread:
     `kept`: per class, numbers of options. `lies`: by value, layouts as it is made; `wants`: as it is read.
     """
 
-    def __init__(self, program: Program, ties: Ties, options: Options) -> None:
+    def __init__(self, program: Program, ties: Ties, options: ClassOptions) -> None:
         self.program = program
         self.ties = ties
         self.options = options
@@ -161,12 +162,11 @@ def _gives(option: Strategy, node: Node, wants: dict[int, set[Layout]]) -> bool:
 # to be reduced. The option that takes and gives copies instead does the same work with nothing to reduce; where that
 # one is not there (a wish excludes it), nothing is dropped.
 
-Pending = tuple[str, str]  # axis, how
 Ends = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
 Passed = tuple[tuple[Pending, tuple[int, ...]], ...]  # what passes through, and the operands by which it comes
 
 
-def reachable(program: Program, ties: Ties, options: Options) -> list[tuple[Strategy, ...]]:
+def reachable(program: Program, ties: Ties, options: ClassOptions) -> list[tuple[Strategy, ...]]:
     """Per class the options but those that, for every member, pass on what no operand can have."""
     passed, ends = list[list[Passed]](), list[set[Ends]]()
     for of_class in options:

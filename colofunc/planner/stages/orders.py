@@ -26,13 +26,13 @@ order."""
 GAIN = 1e-6
 """An order has to be better by this part."""
 
-Order = tuple[int, ...]
+DeviceOrder = tuple[int, ...]
 """Of each place of the schedule, the device that stands there."""
 
 
 def best_order(
-    devices: Sequence[StageDevice], stages_per_device: int, problem_of: Callable[[Order], CutProblem]
-) -> Order | None:
+    devices: Sequence[StageDevice], stages_per_device: int, problem_of: Callable[[DeviceOrder], CutProblem]
+) -> DeviceOrder | None:
     """The order in which the slowest rank is fastest; None where the given one is as good.
 
     devices: in the order in which they stand, with what a stage has of each. problem_of: the cuts to be made in an
@@ -42,7 +42,7 @@ def best_order(
     if len(kinds) < 2:
         return None
 
-    def slowest_s(order: Order) -> float:
+    def slowest_s(order: DeviceOrder) -> float:
         return problem_of(order).slowest_rank_s()
 
     if stages_per_device > 1:
@@ -52,7 +52,7 @@ def best_order(
     return found if found is not None and slowest_s(found) < slowest_s(given) * (1 - GAIN) else None
 
 
-def least_order(devices: Sequence[StageDevice], cost_s: Callable[[Order], float]) -> Order | None:
+def least_order(devices: Sequence[StageDevice], cost_s: Callable[[DeviceOrder], float]) -> DeviceOrder | None:
     """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`.
     """
     kinds = list(dict.fromkeys(devices))
@@ -69,7 +69,7 @@ def least_order(devices: Sequence[StageDevice], cost_s: Callable[[Order], float]
     return None if best == given else best
 
 
-def roomiest_first(devices: Sequence[StageDevice]) -> Order | None:
+def roomiest_first(devices: Sequence[StageDevice]) -> DeviceOrder | None:
     """Devices by memory, since the first stages keep most; None where they stand so already."""
     order = tuple(sorted(range(len(devices)), key=lambda k: -devices[k].capacity_bytes))
     return None if order == tuple(range(len(devices))) else order
@@ -87,7 +87,7 @@ def arrangements(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
                 yield (kind, *rest)
 
 
-def _by_counts(problem: CutProblem, devices: Sequence[StageDevice], kinds: Sequence[StageDevice]) -> Order | None:
+def _by_counts(problem: CutProblem, devices: Sequence[StageDevice], kinds: Sequence[StageDevice]) -> DeviceOrder | None:
     counts = [devices.count(kind) for kind in kinds]
     line, speeds = problem.line, [kind.speed for kind in kinds]
     if prod(count + 1 for count in counts) * line.pieces > MOST_STATES:

@@ -43,8 +43,8 @@ from colofunc.spec.rules.local import wide
 
 __all__ = ["AttentionExchange", "AttentionPattern"]
 
-Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
-Found = tuple[torch.Tensor, ...]  # out, lse; of backward dq, dk, dv, dbias
+NamedOperands = dict[str, torch.Tensor]  # operands by name, as a rank has them
+AttentionResults = tuple[torch.Tensor, ...]  # out, lse; of backward dq, dk, dv, dbias
 
 
 class AttentionExchange(Protocol):
@@ -73,10 +73,10 @@ class AttentionExchange(Protocol):
     def price(self) -> tuple[float, float]:
         """(seconds of communication, peak bytes) of one rank, there and back."""
 
-    def there(self, x: Parts) -> Parts:
+    def there(self, x: NamedOperands) -> NamedOperands:
         """The operands inside."""
 
-    def back(self, found: Found, x: Parts) -> Found:
+    def back(self, found: AttentionResults, x: NamedOperands) -> AttentionResults:
         """The results outside, of those inside and the operands outside."""
 
     def options(self, options: dict[str, Any]) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ class AttentionPattern(ABC):
         """(flops, seconds of communication, peak bytes) of one rank, given its fair share of flops."""
 
     @abstractmethod
-    def attend(self, x: Parts) -> Found:
+    def attend(self, x: NamedOperands) -> AttentionResults:
         """out, lse of a rank's rows; backward (`attention.backward`) dq, dk, dv, dbias of its rows and columns."""
 
     # ---- strategies ----
@@ -193,20 +193,22 @@ class AttentionPattern(ABC):
 
     # ---- the operator on a rank's rows ----
 
-    def run(self, x: Parts, options: dict[str, Any]) -> Found:
+    def run(self, x: NamedOperands, options: dict[str, Any]) -> AttentionResults:
         """The operator on some rows and columns."""
-        found: Found = self.attention.run(x, options if self.exchange is None else self.exchange.options(options))
+        found: AttentionResults = self.attention.run(
+            x, options if self.exchange is None else self.exchange.options(options)
+        )
         return found
 
-    def over_all(self, x: Parts, keys: torch.Tensor | None = None) -> Found:
+    def over_all(self, x: NamedOperands, keys: torch.Tensor | None = None) -> AttentionResults:
         """The operator on a rank's rows and all columns in their order: those of x, or `keys` with values beside them.
         """
         here = x if keys is None else self.with_keys(x, keys)
         return self.run(here, self.attention.options(self.dims, self.mesh, here))
 
     def over_block(
-        self, x: Parts, keys: torch.Tensor, me: torch.Tensor, owner: torch.Tensor, own: bool = False
-    ) -> Found:
+        self, x: NamedOperands, keys: torch.Tensor, me: torch.Tensor, owner: torch.Tensor, own: bool = False
+    ) -> AttentionResults:
         """The operator on the rows of rank `me`, this one, and the columns of rank `owner`: `keys` with values beside
         them.
 
@@ -234,7 +236,7 @@ class AttentionPattern(ABC):
         """Of columns as (blocks, their columns) or (columns, blocks): where the blocks are counted."""
         return -1 if self.striped else -2
 
-    def _block_options(self, x: Parts, me: torch.Tensor, owner: torch.Tensor, own: bool) -> dict[str, Any]:
+    def _block_options(self, x: NamedOperands, me: torch.Tensor, owner: torch.Tensor, own: bool) -> dict[str, Any]:
         """Positions of the rows and columns of one block, and its place among the weights for dropout."""
         a, columns, at = self.attention, self.lies("k"), {self.axis: owner}
         if self.alike and (not a.get("window") if self.striped else own):
@@ -245,7 +247,7 @@ class AttentionPattern(ABC):
 
     # ---- blocks: side by side as they travel, and what is found of several as that of all ----
 
-    def keys(self, x: Parts) -> torch.Tensor:
+    def keys(self, x: NamedOperands) -> torch.Tensor:
         """(b, g, t, e + f): keys with values beside them."""
         return torch.cat([x["k"], x["v"]], -1)
 
@@ -253,16 +255,16 @@ class AttentionPattern(ABC):
         """Their gradients in the same form; at least float32, because they are summed on the way."""
         return torch.cat([dk, dv], -1).to(wide(dk.dtype))
 
-    def apart(self, keys: torch.Tensor, x: Parts) -> Sequence[torch.Tensor]:
+    def apart(self, keys: torch.Tensor, x: NamedOperands) -> Sequence[torch.Tensor]:
         """The two of either form, of the widths and the dtype of those in x."""
         return keys.to(x["k"].dtype).split([x["k"].shape[-1], x["v"].shape[-1]], -1)
 
-    def with_keys(self, x: Parts, keys: torch.Tensor) -> Parts:
+    def with_keys(self, x: NamedOperands, keys: torch.Tensor) -> NamedOperands:
         """The operands with other keys and values."""
         return {**x, **dict(zip(("k", "v"), self.apart(keys, x), strict=True))}
 
     @staticmethod
-    def merged(found: Iterable[Found]) -> Found:
+    def merged(found: Iterable[AttentionResults]) -> AttentionResults:
         """(out, lse) over all columns from those over blocks of them; a row that sees none of a block stays as it is.
 
         With w = sigmoid(m' - m), a block's o', m' come into o, m as o + w (o' - o) and log(exp m + exp m').
@@ -291,6 +293,6 @@ class AttentionPattern(ABC):
         return torch.stack(every, self._blocks).index_select(self._blocks, order).flatten(-2)
 
 
-def _local(pattern: AttentionPattern, *shards: torch.Tensor, mesh: Mesh) -> Found:
+def _local(pattern: AttentionPattern, *shards: torch.Tensor, mesh: Mesh) -> AttentionResults:
     x, outer = pattern.attention.parts(shards), pattern.exchange
     return pattern.attend(x) if outer is None else outer.back(pattern.attend(outer.there(x)), x)

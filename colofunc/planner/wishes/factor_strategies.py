@@ -26,14 +26,14 @@ from colofunc.spec.rule import Call, Operand, Rule, Strategy, TensorType
 from colofunc.spec.spec import NAMELESS
 from colofunc.spec.strategies import build, cost_of, place, placements
 
-Own = Mapping[str, str]
+OwnAxes = Mapping[str, str]
 
 
 def ways(
     call: Call,
     mesh: Mesh,
-    ins: Sequence[Own],
-    outs: Sequence[Own | None],
+    ins: Sequence[OwnAxes],
+    outs: Sequence[OwnAxes | None],
     *,
     open: Collection[str] | None = None,
     rule: Rule | None = None,
@@ -77,7 +77,7 @@ def ways(
 
 
 def _results(
-    layouts: Sequence[Layout | None], rule: Rule, call: Call, owns: Sequence[Own | None], mesh: Mesh
+    layouts: Sequence[Layout | None], rule: Rule, call: Call, owns: Sequence[OwnAxes | None], mesh: Mesh
 ) -> tuple[Layout | None, ...]:
     """`_with` of each result; None where it is no tensor, or nothing is said of it."""
     found: list[Layout | None] = []
@@ -98,7 +98,7 @@ class _DoesNotDivide(Exception):
     pass
 
 
-def _axes(owns: Sequence[Own], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
+def _axes(owns: Sequence[OwnAxes], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
     """The axes that the texts name; checks their words."""
     found: dict[str, None] = {}
     for own in owns:
@@ -112,7 +112,7 @@ def _axes(owns: Sequence[Own], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _with(layout: Layout, operand: Operand, typ: TensorType, own: Own, rule: Rule, mesh: Mesh) -> Layout:
+def _with(layout: Layout, operand: Operand, typ: TensorType, own: OwnAxes, rule: Rule, mesh: Mesh) -> Layout:
     """The layout with the plugin's axes in the local part of its factors."""
     if not own:
         return layout

@@ -24,9 +24,9 @@ from colofunc.spec.rule import Call, Strategy
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 """Text of a matrix -> which one it is."""
 
-Lies = Mapping[str, Mapping[str, str]]
+FactorAxes = Mapping[str, Mapping[str, str]]
 """ "x", "w", "y", "bias" -> factor -> the axes in it: {"x": {"b": "z y", "i": "x"}}."""
-Words = Sequence[tuple[str, str]]
+AxisWords = Sequence[tuple[str, str]]
 """(axis, what a wish calls its part)."""
 
 
@@ -48,7 +48,7 @@ class Form:
         """Which matrix the call gives: "x", "w" or "y"."""
         return _NAMES[self.out]
 
-    def own(self, text: str, lies: Lies, stripes: int) -> dict[str, str]:
+    def own(self, text: str, lies: FactorAxes, stripes: int) -> dict[str, str]:
         """Factor of the rule -> what `cf.ext.ways` is told; o in so many stripes."""
         texts = {}
         for factor, axes in lies[_NAMES[text]].items():
@@ -140,13 +140,13 @@ def _has_dims(word: str, shape: tuple[int, ...]) -> bool:
 
 Costs = Callable[[Form, Strategy], tuple[float, int]]
 """Of a form under a strategy: seconds on the wire, peak bytes of buffers."""
-Local = Callable[[Form, Strategy], Callable[..., torch.Tensor]]
+FormCode = Callable[[Form, Strategy], Callable[..., torch.Tensor]]
 """The code that a rank runs for a form under a strategy."""
 
 
 def strategies(
-    call: Call, mesh: Mesh, lies: Lies, words: Words, cost: Costs, local: Local,
-    *, stripes: int = 1, depth: Words = (), hidden: Sequence[str] = (), sort: bool = False,
+    call: Call, mesh: Mesh, lies: FactorAxes, words: AxisWords, cost: Costs, local: FormCode,
+    *, stripes: int = 1, depth: AxisWords = (), hidden: Sequence[str] = (), sort: bool = False,
 ) -> Iterator[Strategy]:  # fmt: skip
     """The strategies of one pattern, for every form of the call, with the mesh's other axes on b or nowhere.
 
@@ -175,12 +175,12 @@ def strategies(
             yield way.with_pattern((*words, *depth), local(form, way), extra_s=seconds, peak_bytes=peak)
 
 
-def split_words(words: Words, mesh: Mesh) -> list[tuple[str, str]]:
+def split_words(words: AxisWords, mesh: Mesh) -> list[tuple[str, str]]:
     """The words of the axes that split something: those of more than one rank."""
     return [(axis, word) for axis, word in words if mesh.axis_size(axis) > 1]
 
 
-def parts(mesh: Mesh, lies: Lies, factor: str) -> int:
+def parts(mesh: Mesh, lies: FactorAxes, factor: str) -> int:
     """How many parts a factor must fall into, so that every matrix can lie as a pattern says."""
     counts = []
     for matrix in lies.values():

@@ -34,7 +34,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops import fp8, fp8_products, int8_products, quantized, saved_activations
 from colofunc.ops.targets import keeps_order
 from colofunc.planner.sharding.classes import starred
-from colofunc.planner.wishes.product_forms import Form, Words, dim, forms, parts, split_words, strategies
+from colofunc.planner.wishes.product_forms import AxisWords, Form, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.facts import backward_of, is_lookup, matrix_products
@@ -311,7 +311,7 @@ def gradients(program: Program, product: Product, targets: Sequence[str]) -> tup
     return tuple(values)
 
 
-def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], source: str) -> Iterator[Wish]:
+def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, AxisWords], source: str) -> Iterator[Wish]:
     """What holds products and their gradients to patterns, with words as in `strategies`, and follows what they give.
     """
     products_at = Counter(product.path for product in patterns)

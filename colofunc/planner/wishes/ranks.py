@@ -19,11 +19,11 @@ from colofunc.planner.sharding.constraints import Constraint
 
 Places = dict[str, object]
 """Mesh axis -> where a wish puts it: a dim, a factor, "whole", what is pending, or a frozenset of several of these."""
-Ranks = Mapping[int, Mapping[str, int]]
+HighestRanks = Mapping[int, Mapping[str, int]]
 """Item -> axis -> the highest rank that speaks for it."""
 
 
-def highest_ranks(wished: Iterable[tuple[int, int, Iterable[str]]]) -> Ranks:
+def highest_ranks(wished: Iterable[tuple[int, int, Iterable[str]]]) -> HighestRanks:
     """From (item, rank of a wish, axes it speaks for)."""
     ranks: dict[int, dict[str, int]] = {}
     for item, rank, axes in wished:
@@ -34,7 +34,7 @@ def highest_ranks(wished: Iterable[tuple[int, int, Iterable[str]]]) -> Ranks:
 
 
 def part_heard(
-    ranks: Ranks, item: int, rank: int, places: Mapping[str, object], constraint: Constraint
+    ranks: HighestRanks, item: int, rank: int, places: Mapping[str, object], constraint: Constraint
 ) -> tuple[Places, Constraint | None]:
     """What is left of a wish: the axes for which none outranks it, and its constraint on these; None: nothing."""
     of_item = ranks.get(item, {})

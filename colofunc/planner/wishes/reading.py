@@ -38,7 +38,7 @@ from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 
-Want = TypeVar("Want")
+WantT = TypeVar("WantT")
 
 __all__ = ["experts", "moments", "origins", "routers", "rows", "stored", "with_moments", "written_attention"]
 
@@ -79,7 +79,7 @@ def moments(program: Program) -> dict[int, int]:
     return found
 
 
-def with_moments(program: Program, specs: Mapping[int, Want]) -> dict[int, Want]:
+def with_moments(program: Program, specs: Mapping[int, WantT]) -> dict[int, WantT]:
     """Leaf -> spec, and the moments of each of these parameters alike."""
     return {**specs, **{state: specs[id] for state, id in moments(program).items() if id in specs}}
 

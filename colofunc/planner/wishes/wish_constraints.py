@@ -23,7 +23,7 @@ from colofunc.planner.wishes.gradients import gradients
 from colofunc.planner.wishes.leaf_constraints import NamedValues, layouts_wished, on_leaves
 from colofunc.planner.wishes.operator_constraints import on_operators
 from colofunc.planner.wishes.propagation import Rules
-from colofunc.planner.wishes.ranks import Places, Ranks, can_meet, highest_ranks, part_heard, words_of_place
+from colofunc.planner.wishes.ranks import HighestRanks, Places, can_meet, highest_ranks, part_heard, words_of_place
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Program
 from colofunc.spec.layout import At, Layout
@@ -85,7 +85,7 @@ class _Said:
 
     program: Program
     mesh: Mesh
-    ranks: Ranks
+    ranks: HighestRanks
     items: dict[int, list[Constraint]] = attrs.field(factory=dict)
     places: dict[int, list[tuple[Wish, Places]]] = attrs.field(factory=dict)
     followed: dict[str, dict[int, tuple[Wish, Layout]]] = attrs.field(factory=dict)

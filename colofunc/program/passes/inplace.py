@@ -145,7 +145,7 @@ def _body(body: Program, own: frozenset[int] = frozenset()) -> Program:
     return _stage(reuse(fuse(body, own), own))
 
 
-Pairs = list[tuple[int, int]]
+WritePairs = list[tuple[int, int]]
 
 
 @attrs.frozen
@@ -191,13 +191,13 @@ class _Overwrite:
 
     # ---- operators with several results ----
 
-    def pairs(self, index: int, node: Node, twin: Twin) -> tuple[Pairs, Pairs] | None:
+    def pairs(self, index: int, node: Node, twin: Twin) -> tuple[WritePairs, WritePairs] | None:
         """(result, input it is written to) and (result, argument it needs a copy of).
 
         None where nothing can be written over.
         """
-        found: Pairs = []
-        kept: Pairs = []
+        found: WritePairs = []
+        kept: WritePairs = []
         for result, position in twin.places:
             arg = node.args[position] if position < len(node.args) else None
             out = node.outs[result] if result < len(node.outs) else None

@@ -45,7 +45,7 @@ class Sum:
     column: Tensor
 
 
-Known = Tensor | BandedTensor | Sum
+KnownMask = Tensor | BandedTensor | Sum
 Shapes = Callable[[int], tuple[int, ...]]
 
 
@@ -56,7 +56,7 @@ def band_of(
 
     `chain`: the nodes that make it from the constants, in order. A value of one column is the same in all.
     """
-    known: dict[int, Known] = dict(constants)
+    known: dict[int, KnownMask] = dict(constants)
     try:
         for node in chain:
             known.update(_results(node, known, shapes))
@@ -71,7 +71,7 @@ def band_of(
 # ---- one node ----
 
 
-def _results(node: Node, known: Mapping[int, Known], shapes: Shapes) -> dict[int, Known]:
+def _results(node: Node, known: Mapping[int, KnownMask], shapes: Shapes) -> dict[int, KnownMask]:
     """What a node makes: tensors where all that it reads and makes is small, else its one result as a band or a sum."""
     outs, tensors = node.results, _tensors(node, known)
     if tensors is not None and len(node.outs) == 1 and len(outs) == 1:
@@ -91,7 +91,7 @@ def _results(node: Node, known: Mapping[int, Known], shapes: Shapes) -> dict[int
     return {outs[0]: _large(node, known, shapes(outs[0]))}
 
 
-def _tensors(node: Node, known: Mapping[int, Known]) -> dict[int, Tensor] | None:
+def _tensors(node: Node, known: Mapping[int, KnownMask]) -> dict[int, Tensor] | None:
     """The operands of a node; None where one is no tensor."""
     tensors: dict[int, Tensor] = {}
     for ref in node.refs:
@@ -113,7 +113,7 @@ def _made_whole(tensors: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
     return whole
 
 
-def _large(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> Known:
+def _large(node: Node, known: Mapping[int, KnownMask], shape: tuple[int, ...]) -> KnownMask:
     """The result of a node that is too large to be made."""
     if node.target in FACTORIES:
         return constant(node, shape)
@@ -153,7 +153,7 @@ class MaskTerm:
     column: Tensor | None
 
 
-def _terms(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> tuple[MaskTerm, MaskTerm] | None:
+def _terms(node: Node, known: Mapping[int, KnownMask], shape: tuple[int, ...]) -> tuple[MaskTerm, MaskTerm] | None:
     """The operands of a node that has two, in the dtype in which they meet; None where one is another kind of value."""
     if len(node.args) != 2 or node.kwargs:
         return None
@@ -248,7 +248,7 @@ def _position(x: Tensor) -> Tensor:
 # ---- joins ----
 
 
-def _joined(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> BandedTensor:
+def _joined(node: Node, known: Mapping[int, KnownMask], shape: tuple[int, ...]) -> BandedTensor:
     """A pointwise operator on bands: its value for each choice of inside and outside, then runs of equal values."""
     bands: dict[int, BandedTensor] = {}
     for ref in dict.fromkeys(node.refs):
@@ -268,7 +268,7 @@ def _joined(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> B
 
 
 def _chosen(
-    node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], bands: Mapping[int, BandedTensor]
+    node: Node, known: Mapping[int, KnownMask], inside: Mapping[int, bool], bands: Mapping[int, BandedTensor]
 ) -> Tensor:
     """The operator's result (1,) where each band has its value inside, or outside."""
 

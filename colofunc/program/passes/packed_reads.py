@@ -37,7 +37,7 @@ gathered."""
 NARROW = (torch.bfloat16, torch.float16)
 
 # what makes a widened weight: its dequantize first, then casts, divisions and changes of shape
-Chain = tuple[Node, ...]
+WideningChain = tuple[Node, ...]
 
 
 def read_packed(program: Program) -> Program:
@@ -45,7 +45,7 @@ def read_packed(program: Program) -> Program:
     them.
     """
     edit = Editor(program)
-    chains: dict[int, Chain] = {}
+    chains: dict[int, WideningChain] = {}
     for index, node in enumerate(program.nodes):
         first = node.refs[0] if node.refs else None
         if node.target in DEQUANTIZE:
@@ -75,12 +75,12 @@ def goes_on(program: Program, node: Node) -> bool:
     return node.target in SHAPES or (node.target == CAST and program.values[node.results[0]].dtype.is_floating_point)
 
 
-def _is_matrix(chain: Chain) -> bool:
+def _is_matrix(chain: WideningChain) -> bool:
     """Whether it is the matrix of the packed tensors, in whatever dtype."""
     return all(node.target == CAST for node in chain[1:])
 
 
-def _is_matrix_or_divided(program: Program, chain: Chain) -> bool:
+def _is_matrix_or_divided(program: Program, chain: WideningChain) -> bool:
     """Whether it is the matrix of the packed tensors, in whatever dtype, or that over one number for each of its
     columns.
     """
@@ -102,7 +102,7 @@ def _product(product: Node, source: Node) -> Node:
     return attrs.evolve(product, target=target, args=(product.args[0], *parts, *rest), kwargs=())
 
 
-def _lookup(edit: Editor, lookup: Node, chain: Chain) -> list[Node]:
+def _lookup(edit: Editor, lookup: Node, chain: WideningChain) -> list[Node]:
     """A lookup in each packed tensor, and the rows that were found widened.
 
     `lookup`: (o, i) at ids (b...) -> (b..., i).
@@ -137,7 +137,7 @@ def _lookup(edit: Editor, lookup: Node, chain: Chain) -> list[Node]:
     return nodes
 
 
-def _widened_here(edit: Editor, reader: Node, chains: Mapping[int, Chain]) -> list[Node]:
+def _widened_here(edit: Editor, reader: Node, chains: Mapping[int, WideningChain]) -> list[Node]:
     """A reader, and in front of it the weights that it reads, widened for it alone."""
     nodes: list[Node] = []
     instead: dict[int, int] = {}
@@ -158,7 +158,7 @@ def _widened_here(edit: Editor, reader: Node, chains: Mapping[int, Chain]) -> li
     return [*nodes, attrs.evolve(reader, args=args, kwargs=kwargs)]
 
 
-def _at_once(program: Program, chain: Chain) -> list[tuple[Node, torch.dtype]]:
+def _at_once(program: Program, chain: WideningChain) -> list[tuple[Node, torch.dtype]]:
     """The nodes of a chain and what dtypes they give.
 
     A weight that is cast from float32 to a narrow dtype is widened to that one.
@@ -176,7 +176,7 @@ def _at_once(program: Program, chain: Chain) -> list[tuple[Node, torch.dtype]]:
     return [(node, dtypes[-1]) for node in (source, *shapes)]
 
 
-def _without_unread(program: Program, chains: Mapping[int, Chain]) -> Program:
+def _without_unread(program: Program, chains: Mapping[int, WideningChain]) -> Program:
     """The program without widened weights that nobody reads any more."""
     read = set(program.outputs)
     kept: list[Node] = []

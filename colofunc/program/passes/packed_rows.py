@@ -34,7 +34,7 @@ DIMS_AT: Mapping[str, tuple[int, ...]] = {
 }  # fmt: skip
 """Operators that leave rows whole where these arguments are not the last dim."""
 
-Pair = tuple[int, int]  # numbers, scales
+RowPair = tuple[int, int]  # numbers, scales
 
 
 def write_packed(program: Program) -> Program:
@@ -52,7 +52,7 @@ class _Caches:
         self.program = program
         self.edit = Editor(program)
         self.inputs = set(program.inputs)
-        self.packed: dict[int, Pair] = {}
+        self.packed: dict[int, RowPair] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of caches
         self.named: dict[int, str] = {}  # value -> the cache that it is of
         self.changed: dict[int, str] = {}  # value -> the cache of which it is all, changed otherwise than by rows
@@ -78,7 +78,7 @@ class _Caches:
             self.edit.rename(out, self._wide(end, out, self.program.makers[out]))
         return self.edit.done()
 
-    def _know(self, id: int, pair: Pair, name: str) -> None:
+    def _know(self, id: int, pair: RowPair, name: str) -> None:
         self.packed[id] = pair
         self.named[id] = name
 
@@ -132,7 +132,7 @@ class _Caches:
     def _carry(self, index: int, node: Node) -> None:
         """The same operator on numbers and on scales."""
         values = self.edit.values
-        source: Pair | None = None
+        source: RowPair | None = None
         at = SOURCE_AT.get(node.target)
         if at is not None:
             source = self.packed.get(node.args[at].id) or self._pack(index, node.args[at].id, node)
@@ -151,7 +151,7 @@ class _Caches:
         self._know(node.results[0], (made[0], made[1]), self.named[node.refs[0]])
         self.edit.drop(index)
 
-    def _pack(self, index: int, rows: int, node: Node) -> Pair:
+    def _pack(self, index: int, rows: int, node: Node) -> RowPair:
         value = self.program.values[rows]
         codes = self.edit.new(value, dtype=NUMBERS, name="")
         scale = self.edit.new(value, shape=(*value.shape[:-1], 1), dtype=scale_dtype_of(value.dtype), name="")

@@ -254,17 +254,17 @@ class ReuseFacts:
 
 
 # What a pattern finds: (value to write over, target, arguments, results that are not needed any more).
-Found = tuple[int, str, tuple[Any, ...], set[int]]
+WriteOver = tuple[int, str, tuple[Any, ...], set[int]]
 
 
-def _log_softmax(facts: ReuseFacts, index: int, node: Node) -> Found | None:
+def _log_softmax(facts: ReuseFacts, index: int, node: Node) -> WriteOver | None:
     x, dim, widen = node.args
     if widen or not facts.holds(x.id, index, node):
         return None
     return x.id, "colofunc.log_softmax_", (x, dim), set()
 
 
-def _cross_entropy(facts: ReuseFacts, index: int, node: Node) -> Found | None:
+def _cross_entropy(facts: ReuseFacts, index: int, node: Node) -> WriteOver | None:
     """The gradients of log_softmax and nll_loss as one operator over the log probabilities."""
     grad, log_p, dim, dtype = node.args
     maker = facts.makers.get(grad.id)
@@ -281,7 +281,7 @@ def _cross_entropy(facts: ReuseFacts, index: int, node: Node) -> Found | None:
     return log_p.id, "colofunc.cross_entropy_dx_", (log_p, seed, target, reduction, ignore, total), {grad.id}
 
 
-def _embedding(facts: ReuseFacts, index: int, node: Node) -> Found | None:
+def _embedding(facts: ReuseFacts, index: int, node: Node) -> WriteOver | None:
     """A sum with the gradient of an embedding: only the rows that were looked up are touched."""
     if node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
         return None
@@ -296,7 +296,7 @@ def _embedding(facts: ReuseFacts, index: int, node: Node) -> Found | None:
     return None
 
 
-PATTERNS: dict[str, tuple[Callable[[ReuseFacts, int, Node], Found | None], ...]] = {
+PATTERNS: dict[str, tuple[Callable[[ReuseFacts, int, Node], WriteOver | None], ...]] = {
     "aten._log_softmax.default": (_log_softmax,),
     "aten._log_softmax_backward_data.default": (_cross_entropy,),
     "aten.add.Tensor": (_embedding,),

@@ -57,7 +57,7 @@ class Scope:
 
 
 SLICE, FULL = "aten.slice.Tensor", "aten.full.default"
-Found = tuple[Ref, int, int, Any]
+SlicePattern = tuple[Ref, int, int, Any]
 
 
 def _shifted(node: Node, scope: Scope) -> Node | None:
@@ -69,7 +69,7 @@ def _shifted(node: Node, scope: Scope) -> Node | None:
     return attrs.evolve(node, target=shift.name, args=found, kwargs=())
 
 
-def _slice(node: Node, scope: Scope) -> Found | None:
+def _slice(node: Node, scope: Scope) -> SlicePattern | None:
     """A pad at one end, cut at the other."""
     pad = scope.maker(node.args[0], "aten.constant_pad_nd.default")
     if pad is None:
@@ -118,7 +118,7 @@ def _number(arg: Any, scope: Scope) -> Any:
     return None if node is None else node.args[1]
 
 
-def _slice_scatter(node: Node, scope: Scope) -> Found | None:
+def _slice_scatter(node: Node, scope: Scope) -> SlicePattern | None:
     """All but the last rows, put behind the first rows of a tensor of fill."""
     base, part, *rest = node.args
     args = (*rest, *(0, None, None, 1)[len(rest) :])
@@ -131,7 +131,7 @@ def _slice_scatter(node: Node, scope: Scope) -> Found | None:
     return source[0], dim, low, fill
 
 
-def _select_scatter(node: Node, scope: Scope) -> Found | None:
+def _select_scatter(node: Node, scope: Scope) -> SlicePattern | None:
     """A shift by one row, whose first row is set."""
     base, part, dim, index = node.args
     inner, fill = scope.maker(base, shift.name), _number(part, scope)
@@ -143,7 +143,7 @@ def _select_scatter(node: Node, scope: Scope) -> Found | None:
     return x, along, by, fill
 
 
-def _joined_rows(node: Node, scope: Scope) -> Found | None:
+def _joined_rows(node: Node, scope: Scope) -> SlicePattern | None:
     """Rows of fill, and all but the last rows."""
     parts = node.args[0]
     if len(parts) != 2 or not scope.shape(parts[0]):
@@ -155,7 +155,7 @@ def _joined_rows(node: Node, scope: Scope) -> Found | None:
     return source[0], dim, source[1], fill
 
 
-FORMS: dict[str, Callable[[Node, Scope], Found | None]] = {
+FORMS: dict[str, Callable[[Node, Scope], SlicePattern | None]] = {
     SLICE: _slice,
     "aten.slice_scatter.default": _slice_scatter,
     "aten.select_scatter.default": _select_scatter,
@@ -195,7 +195,7 @@ def drop_dead(program: Program) -> Program:
 NLL_SUM = 2  # torch's number of reduction="sum"
 
 # A rewrite returns an operand that the result equals, another node, or None to leave the node.
-Rewrite = Callable[[Node, Scope], "int | Node | None"]
+NodeRewrite = Callable[[Node, Scope], "int | Node | None"]
 
 
 def tidy(program: Program) -> Program:
@@ -418,7 +418,7 @@ def _one_minus(arg: Any, scope: Scope) -> Any:
     return y if _number(ones, scope) == 1 else None
 
 
-REWRITES: dict[str, Rewrite] = {
+REWRITES: dict[str, NodeRewrite] = {
     "aten.nll_loss_backward.default": _nll_sum,
     "aten.nll_loss2d_backward.default": _nll_sum,
     "aten.clone.default": _clone,

@@ -30,7 +30,7 @@ from colofunc.program.ir import Node, Program, Ref
 
 CONVOLUTION = "aten.convolution_backward.default"
 
-Split = Callable[[Editor, Node], tuple[Node, Node] | None]
+SplitNode = Callable[[Editor, Node], tuple[Node, Node] | None]
 """The nodes in place of one, that of the input's gradient first; None where it stays as it is."""
 
 
@@ -85,4 +85,4 @@ def _is_read(program: Program, id: int | None) -> bool:
     return id is not None and (id in program.readers or id in program.times_returned)
 
 
-SPLITS: dict[str, Split] = {CONVOLUTION: _split_convolution, EXPERTS_BACKWARD: _split_experts}
+SPLITS: dict[str, SplitNode] = {CONVOLUTION: _split_convolution, EXPERTS_BACKWARD: _split_experts}

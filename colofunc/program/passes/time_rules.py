@@ -25,14 +25,13 @@ from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import axis_index
 from colofunc.ops.targets import argument_at, argument_names
+from colofunc.program.cost import RuleOf
 from colofunc.program.facts import facts_of, sides
 from colofunc.program.ir import map_refs
 from colofunc.spec.layout import Dim, Layout, make_layout
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule
 from colofunc.spec.rules.attention_call import AttentionCall
 from colofunc.spec.rules.local import rerun
-
-RuleOf = Callable[[Call], Rule | None]
 
 
 def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:

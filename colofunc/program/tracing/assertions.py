@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import cache
 from types import FrameType
 
-Place = dis.Positions
+SourceSpan = dis.Positions
 """Of an expression: its first and last line, first and last column."""
 
 
@@ -33,7 +33,7 @@ def passes(frame: FrameType) -> bool | None:
     return _answer(frame.f_code.co_filename, _asked(frame))
 
 
-def _asked(frame: FrameType) -> Place | None:
+def _asked(frame: FrameType) -> SourceSpan | None:
     """Where the expression stands whose value is asked for: by a call, or by an instruction that looks at what the one
     before has left.
     """
@@ -47,7 +47,7 @@ def _asked(frame: FrameType) -> Place | None:
 
 
 @cache
-def _answer(file: str, asked: Place | None) -> bool | None:
+def _answer(file: str, asked: SourceSpan | None) -> bool | None:
     if asked is None:
         return None
     for test, passing in _checks(file):
@@ -78,7 +78,7 @@ def _only_raises(body: Sequence[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Raise) and all(isinstance(s, (ast.Assign, ast.Raise)) for s in body)
 
 
-def _operand(test: ast.expr, asked: Place) -> tuple[ast.expr, bool]:
+def _operand(test: ast.expr, asked: SourceSpan) -> tuple[ast.expr, bool]:
     """The operand of `and`, `or` and `not` that holds what is asked for, and whether it is negated."""
     negated = False
     while True:
@@ -90,12 +90,12 @@ def _operand(test: ast.expr, asked: Place) -> tuple[ast.expr, bool]:
             return test, negated
 
 
-def _holds(node: ast.expr, asked: Place) -> bool:
+def _holds(node: ast.expr, asked: SourceSpan) -> bool:
     if asked.lineno is None or asked.end_lineno is None or asked.col_offset is None or asked.end_col_offset is None:
         return False
     begin, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
     return begin <= (asked.lineno, asked.col_offset) and (asked.end_lineno, asked.end_col_offset) <= end
 
 
-def _place(node: ast.expr) -> Place:
-    return Place(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+def _place(node: ast.expr) -> SourceSpan:
+    return SourceSpan(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)

@@ -52,10 +52,10 @@ from colofunc.program.tracing.record import Recorder
 from colofunc.program.tracing.roles import is_traced
 from colofunc.program.tracing.tree import map_tensors
 
-Known = Mapping[int, "weakref.ref[Tensor]"]
+KnownTensors = Mapping[int, "weakref.ref[Tensor]"]
 
 
-def known_attributes(module: nn.Module) -> Known:
+def known_attributes(module: nn.Module) -> KnownTensors:
     """The tensors that modules hold beside parameters and buffers now, by their identity."""
     return {id(tensor): weakref.ref(tensor) for _, _, tensor in _plain_tensors(module)}
 
@@ -63,10 +63,10 @@ def known_attributes(module: nn.Module) -> Known:
 @contextmanager
 def watch_attributes(
     module: nn.Module,
-    known: Known | None,
+    known: KnownTensors | None,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    calls: dict[str, Call] | None = None,
+    calls: dict[str, ModuleCall] | None = None,
 ) -> Iterator[None]:
     """While a trace is active, what the module's forward reads of its attributes must be tables.
 
@@ -99,7 +99,7 @@ def watch_attributes(
         here.attributes, here.read, here.replaced, here.watched = before
 
 
-def _attributes(module: nn.Module, known: Known | None, buffers: Mapping[str, Tensor]) -> dict[int, Attribute]:
+def _attributes(module: nn.Module, known: KnownTensors | None, buffers: Mapping[str, Tensor]) -> dict[int, Attribute]:
     """By the tensor's id: what a module and its submodules keep in plain attributes."""
     own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
     found = {}
@@ -121,7 +121,7 @@ def _attributes(module: nn.Module, known: Known | None, buffers: Mapping[str, Te
 def _refuse_what_was_read(
     module: nn.Module,
     read: list[Attribute],
-    calls: Mapping[str, Call],
+    calls: Mapping[str, ModuleCall],
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> None:
@@ -167,7 +167,7 @@ class _Opened:
     """A watch over a module that runs, `depth` times inside of itself."""
 
     module: nn.Module
-    calls: dict[str, Call]
+    calls: dict[str, ModuleCall]
     watch: AbstractContextManager[None]
     depth: int = 1
 
@@ -183,7 +183,7 @@ def watch_called(here: Whereabouts) -> Iterator[None]:
         if opened and opened[-1].module is module:
             opened[-1].depth += 1
         elif id(module) not in here.watched:
-            calls: dict[str, Call] = {}
+            calls: dict[str, ModuleCall] = {}
             watch = watch_attributes(module, None, dict(module.named_parameters()), {}, calls)
             opened.append(_Opened(module, calls, watch))
             watch.__enter__()
@@ -211,7 +211,7 @@ def watch_called(here: Whereabouts) -> Iterator[None]:
 
 
 @contextmanager
-def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, Call]) -> Iterator[None]:
+def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, ModuleCall]) -> Iterator[None]:
     """The first call of each of these submodules, while the model runs."""
 
     def note(path: str) -> Any:
@@ -246,7 +246,9 @@ def _refuse_stand_ins(module: nn.Module, path: str, attributes: list[Attribute],
             )
 
 
-def _refuse_refilled(module: nn.Module, attribute: Attribute, calls: Mapping[str, Call], trained: set[str]) -> None:
+def _refuse_refilled(
+    module: nn.Module, attribute: Attribute, calls: Mapping[str, ModuleCall], trained: set[str]
+) -> None:
     """Raise where the module, called with that attribute empty, computes it of parameters again."""
     path = (
         attribute.path if attribute.path in calls else ""
@@ -315,7 +317,7 @@ def _plain_tensors(module: nn.Module, buffers: Collection[str] | None = None) ->
 # Everything that the call changes in the module's attributes is put back.
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: (args, kwargs), tensors of a trace among them
+ModuleCall = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: (args, kwargs), tensors of a trace among them
 
 
 @attrs.frozen
@@ -329,7 +331,7 @@ class AttributeMaker:
 
 
 def maker_of(
-    called: nn.Module, call: Call, trained: Collection[str], holder: nn.Module, name: str, tensor: Tensor
+    called: nn.Module, call: ModuleCall, trained: Collection[str], holder: nn.Module, name: str, tensor: Tensor
 ) -> AttributeMaker | None:
     """Who computes what `holder` keeps in attribute `name` of what is trained; None where it is not so computed.
 
@@ -346,7 +348,7 @@ def maker_of(
 
 
 def _filled_in(
-    called: nn.Module, call: Call, trained: Collection[str], holder: nn.Module, name: str
+    called: nn.Module, call: ModuleCall, trained: Collection[str], holder: nn.Module, name: str
 ) -> list[AttributeMaker] | None:
     """The makers of what a call leaves in the attribute, none for a table; None where it leaves nothing there."""
     rec = Recorder(handler_of)

@@ -21,7 +21,7 @@ from colofunc.program.tracing.infer import Meta, contiguous
 from colofunc.program.tracing.meta import user_line
 from colofunc.program.tracing.record import Cell, Recorder
 
-Step = tuple[str, tuple[Any, ...]]
+ViewStep = tuple[str, tuple[Any, ...]]
 
 
 def as_strided(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -49,7 +49,9 @@ def strided_cell(rec: Recorder, tensor: Any, size: Any, stride: Any, storage_off
     return base
 
 
-def explain(base: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> list[Step] | None:
+def explain(
+    base: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> list[ViewStep] | None:
     """Steps that make the strided view from a contiguous tensor of shape `base`; None if there are none."""
     total = prod(base)
     order = sorted((d for d in range(len(size)) if size[d] != 1 and stride[d] != 0), key=lambda d: -stride[d])
@@ -59,7 +61,7 @@ def explain(base: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...
     count = prod(sizes)
     if offset < 0 or offset + count > total:
         return None
-    steps: list[Step] = []
+    steps: list[ViewStep] = []
     if count != total:
         steps += [("aten.view.default", ((total,),)), ("aten.slice.Tensor", (0, offset, offset + count, 1))]
     steps.append(("aten.view.default", (tuple(sizes),)))

@@ -29,7 +29,7 @@ import attrs
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
 from colofunc.spec.conversions.lower import ConversionCall, fuse_steps, lower
-from colofunc.spec.conversions.moves import FREE, Step
+from colofunc.spec.conversions.moves import FREE, PuzzleMove
 from colofunc.spec.conversions.normal import Curve, curve_of, is_free, normal
 from colofunc.spec.conversions.refine import Puzzle, local_numel, refine
 from colofunc.spec.conversions.search import Question, answer, farthest
@@ -54,7 +54,7 @@ class _Leg:
     src: Layout
     dst: Layout
     puzzle: Puzzle | None
-    steps: tuple[Step, ...]
+    steps: tuple[PuzzleMove, ...]
 
 
 @attrs.frozen
@@ -236,7 +236,7 @@ def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int) 
     nbytes = itemsize * local_numel(puzzle, puzzle.start)
     if is_free(mesh):
         nbytes = prod(p.size for p in alike.pieces) ** 2  # everything scales; a multiple of all that it is divided by
-    steps: list[Step] = []
+    steps: list[PuzzleMove] = []
     where = list(puzzle.start)
     for kind, who, after in answer(Question(alike.pieces, nbytes, alike.prices)):
         chosen = tuple(sorted(back[k] for k in who))

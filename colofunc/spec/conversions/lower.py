@@ -16,13 +16,13 @@ from typing import Any
 
 import attrs
 
-from colofunc.spec.conversions.moves import Step
+from colofunc.spec.conversions.moves import PuzzleMove
 from colofunc.spec.conversions.refine import COPY, HOW, AxisPart, Locations, Puzzle
 from colofunc.spec.layout import At, Dim, Layout, make_layout
 
 LETTERS = ascii_lowercase + ascii_uppercase
 
-Form = tuple[tuple[int, ...], ...]  # dims of a local tensor as slots
+SlotForm = tuple[tuple[int, ...], ...]  # dims of a local tensor as slots
 
 
 @attrs.frozen
@@ -43,9 +43,9 @@ class ConversionCall:
         return f"{self.target}({', '.join(map(repr, self.args))})"
 
 
-def fuse_steps(steps: tuple[Step, ...]) -> list[Step]:
+def fuse_steps(steps: tuple[PuzzleMove, ...]) -> list[PuzzleMove]:
     """Neighbouring slices become one, neighbouring keep_firsts of one kind too."""
-    fused: list[Step] = []
+    fused: list[PuzzleMove] = []
     for step in steps:
         if fused and _can_fuse(fused[-1], step):
             kind, who, after = step
@@ -55,7 +55,7 @@ def fuse_steps(steps: tuple[Step, ...]) -> list[Step]:
     return fused
 
 
-def _can_fuse(first: Step, second: Step) -> bool:
+def _can_fuse(first: PuzzleMove, second: PuzzleMove) -> bool:
     """Whether two steps that follow one another are one step of all their parts."""
     kind, first_parts, _ = first
     second_kind, second_parts, after = second
@@ -88,28 +88,28 @@ class _Value:
     puzzle: Puzzle
     axis_sizes: dict[str, int]
     src: Layout
-    form: Form
+    form: SlotForm
     where: Locations
     moves: list[ConversionCall]
 
-    def home(self, where: Locations) -> Form:
+    def home(self, where: Locations) -> SlotForm:
         """The local form of a layout: every dim's slots that no part holds."""
         return _without(self.puzzle.dims, where)
 
-    def shape(self, form: Form) -> tuple[int, ...]:
+    def shape(self, form: SlotForm) -> tuple[int, ...]:
         """Sizes of the dims of a form."""
         return tuple([self._size(dim) for dim in form])
 
     def _size(self, dim: tuple[int, ...]) -> int:
         return prod([self.puzzle.sizes[slot] for slot in dim])
 
-    def emit(self, target: str, args: tuple[Any, ...], form: Form) -> None:
+    def emit(self, target: str, args: tuple[Any, ...], form: SlotForm) -> None:
         """Add a move that leaves the tensor in this form. Its result has a layout where no chunks stand in front."""
         self.form = form
         layout = self.layout() if form == self.home(self.where) else None
         self.moves.append(ConversionCall(target, args, self.shape(form), layout))
 
-    def rearrange(self, form: Form) -> None:
+    def rearrange(self, form: SlotForm) -> None:
         """Bring the tensor into a form; no move where only slots of size 1 differ."""
         ones = {slot for slot, size in enumerate(self.puzzle.sizes) if size == 1}
         old, new = _without(self.form, ones), _without(form, ones)
@@ -191,14 +191,16 @@ class _Value:
         return all(where < COPY for where in locations)
 
 
-def _without(form: Form, slots: Collection[int]) -> Form:
+def _without(form: SlotForm, slots: Collection[int]) -> SlotForm:
     dims = []
     for dim in form:
         dims.append(tuple([slot for slot in dim if slot not in slots]))
     return tuple(dims)
 
 
-def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict[str, int]) -> list[ConversionCall]:
+def lower(
+    puzzle: Puzzle, steps: tuple[PuzzleMove, ...], src: Layout, axis_sizes: dict[str, int]
+) -> list[ConversionCall]:
     """Moves that carry out the steps, from a part of `src` to a part of the puzzle's goal."""
     value = _Value(puzzle, axis_sizes, src, (), puzzle.start, [])
     value.form = value.home(puzzle.start)
@@ -234,7 +236,7 @@ def _table(puzzle: Puzzle, who: tuple[int, ...], before: Locations, after: Locat
     return tuple(table)
 
 
-def _pattern(old: Form, new: Form, sizes: tuple[int, ...]) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
+def _pattern(old: SlotForm, new: SlotForm, sizes: tuple[int, ...]) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
     """einops pattern, names and sizes; slots that stay together become one name.
 
     Sizes are given of names that stand in a group of several on the left: einops knows the others from the shape.
@@ -257,7 +259,7 @@ def _pattern(old: Form, new: Form, sizes: tuple[int, ...]) -> tuple[str, tuple[s
     return text, tuple(names[slot] for slot in grouped), tuple(run_sizes[slot] for slot in grouped)
 
 
-def _followers(old: Form, new: Form) -> dict[int, int]:
+def _followers(old: SlotForm, new: SlotForm) -> dict[int, int]:
     """Slot -> the slot that follows it in the same dim on both sides."""
     pairs_in_new = {pair for dim in new for pair in pairwise(dim)}
     return {slot: behind for dim in old for slot, behind in pairwise(dim) if (slot, behind) in pairs_in_new}
@@ -272,7 +274,7 @@ def _run_size(slot: int, following: Mapping[int, int], sizes: tuple[int, ...]) -
     return size
 
 
-def _side(form: Form, names: Mapping[int, str]) -> str:
+def _side(form: SlotForm, names: Mapping[int, str]) -> str:
     """One side of a pattern."""
     groups = []
     for dim in form:

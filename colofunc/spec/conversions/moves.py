@@ -33,7 +33,7 @@ more."""
 MOST_INTO_ANY_SLOT = 3
 """Where a piece has no scratch slot, pieces of puzzles up to this size may go to any slot of their size."""
 
-Step = tuple[str, tuple[int, ...], Locations]  # kind, parts that it acts on, locations after it
+PuzzleMove = tuple[str, tuple[int, ...], Locations]  # kind, parts that it acts on, locations after it
 
 FREE = ("take_shard", "keep_first")  # moves that cost nothing
 
@@ -48,7 +48,7 @@ class PuzzlePiece:
     scratch: int  # a slot, or -1
 
 
-def moves_from(pieces: tuple[PuzzlePiece, ...], state: Locations) -> Iterator[Step]:
+def moves_from(pieces: tuple[PuzzlePiece, ...], state: Locations) -> Iterator[PuzzleMove]:
     """Moves worth trying from a state: towards goals, out of the way of others, and into scratch slots."""
     board = _Board(pieces, state)
     for move in _slices_to_goals(board):
@@ -74,7 +74,7 @@ class _Board:
         self.is_large = len(pieces) > MOST_SEARCHED_WHOLE  # Note [Trading places]
         self._known_targets: dict[int, list[int]] = {}
 
-    def step(self, kind: str, who: tuple[int, ...], locations: Iterable[int]) -> Step:
+    def step(self, kind: str, who: tuple[int, ...], locations: Iterable[int]) -> PuzzleMove:
         """The move that brings the pieces `who` to `locations`."""
         after = list(self.state)
         for number, where in zip(who, locations):
@@ -124,14 +124,14 @@ def _subsets(numbers: list[int]) -> Iterator[tuple[int, ...]]:
         yield from combinations(numbers, count)
 
 
-def _slices_to_goals(board: _Board) -> Iterator[Step]:
+def _slices_to_goals(board: _Board) -> Iterator[PuzzleMove]:
     """Slices that bring a copy to its goal."""
     for number, where in enumerate(board.state):
         if where == COPY and board.can_go_home(number):
             yield board.step("take_shard", (number,), (board.pieces[number].goal,))
 
 
-def _moves_of_copies(board: _Board) -> Iterator[Step]:
+def _moves_of_copies(board: _Board) -> Iterator[PuzzleMove]:
     """Copies become a pending reduction, where they have to be one in the end, or take a shard."""
     reduces = board.has_to_reduce()
     for number, where in enumerate(board.state):
@@ -146,7 +146,7 @@ def _moves_of_copies(board: _Board) -> Iterator[Step]:
                 yield board.step("take_shard", (number,), (slot,))
 
 
-def _reductions(board: _Board) -> Iterator[Step]:
+def _reductions(board: _Board) -> Iterator[PuzzleMove]:
     """All-reduces and reduce-scatters of the innermost kind of reduction that is pending."""
     innermost = max((where for where in board.state if where < COPY), default=COPY)
     if innermost == COPY:
@@ -157,7 +157,7 @@ def _reductions(board: _Board) -> Iterator[Step]:
         yield from _into_slots(board, "reduce_scatter", who)
 
 
-def _gathers_and_exchanges_of_slots(board: _Board) -> Iterator[Step]:
+def _gathers_and_exchanges_of_slots(board: _Board) -> Iterator[PuzzleMove]:
     """All-gathers and all-to-alls of pieces that are in a slot which is not their goal."""
     away = [number for number, where in enumerate(board.state) if where >= 0 and where != board.pieces[number].goal]
     for who in _subsets(away):
@@ -171,14 +171,14 @@ def _gathers_and_exchanges_of_slots(board: _Board) -> Iterator[Step]:
         yield from _into_slots(board, "all_to_all", who)
 
 
-def _into_slots(board: _Board, kind: str, who: tuple[int, ...]) -> Iterator[Step]:
+def _into_slots(board: _Board, kind: str, who: tuple[int, ...]) -> Iterator[PuzzleMove]:
     """The moves of one kind that bring each of the pieces to a free slot of its own."""
     for slots in product(*[board.targets(number) for number in who]):
         if len(set(slots)) == len(slots):
             yield board.step(kind, who, slots)
 
 
-def _permutations(board: _Board) -> Iterator[Step]:
+def _permutations(board: _Board) -> Iterator[PuzzleMove]:
     """Permutations of ranks: pieces of equal size that are not at home exchange roles, one of them gets home."""
     pieces = board.pieces
     away = [number for number, where in enumerate(board.state) if where != pieces[number].goal]

@@ -23,7 +23,7 @@ from math import prod
 import attrs
 
 from colofunc.mesh import KINDS, Mesh
-from colofunc.spec.conversions.moves import FREE, PuzzlePiece, Step
+from colofunc.spec.conversions.moves import FREE, PuzzleMove, PuzzlePiece
 from colofunc.spec.conversions.refine import COPY, Puzzle
 from colofunc.spec.conversions.search import Prices, Question, answer, prices
 
@@ -163,7 +163,7 @@ class Curve:
         return line
 
 
-def _line_of(pieces: tuple[PuzzlePiece, ...], found: Prices, steps: tuple[Step, ...]) -> tuple[float, float]:
+def _line_of(pieces: tuple[PuzzlePiece, ...], found: Prices, steps: tuple[PuzzleMove, ...]) -> tuple[float, float]:
     """(seconds, seconds per byte of a rank's part at the start) of these steps."""
     sizes = [piece.size for piece in pieces]
     ways = []  # at the start and behind each step, into how many parts the tensor is split

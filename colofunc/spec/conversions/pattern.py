@@ -19,13 +19,13 @@ from colofunc.spec.conversions.conversion import conversion_curve, conversion_s
 from colofunc.spec.conversions.normal import Curve, is_free
 from colofunc.spec.layout import Dim, Layout, make_layout
 
-Axes = tuple[str, ...]
-Pending = tuple[tuple[str, str], ...]
-Parts = tuple[Axes | None, int, Dim]  # of one dim: axes if they are major, size (0: ample room), atoms
-Pattern = tuple[tuple[Parts, ...], Pending]  # of the dims that are longer than 1
-Major = tuple[Axes, Axes, int]  # of a dim that axes touch: before, after, size
+AxisGroup = tuple[str, ...]
+PendingAxes = tuple[tuple[str, str], ...]
+DimPattern = tuple[AxisGroup | None, int, Dim]  # of one dim: axes if they are major, size (0: ample room), atoms
+Pattern = tuple[tuple[DimPattern, ...], PendingAxes]  # of the dims that are longer than 1
+Major = tuple[AxisGroup, AxisGroup, int]  # of a dim that axes touch: before, after, size
 Odd = tuple[Dim, Dim, int]
-Key = tuple[tuple[Major, ...], tuple[Odd, ...], tuple[int, ...], bool, Pending, Pending]
+PatternKey = tuple[tuple[Major, ...], tuple[Odd, ...], tuple[int, ...], bool, PendingAxes, PendingAxes]
 
 
 def pattern_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str | None = None) -> float:
@@ -41,7 +41,7 @@ class _Patterns:
         self.free = is_free(mesh)
         self._of: dict[Layout, Pattern | None] = {}
         self._curves: dict[tuple[Layout, Layout], Curve | None] = {}
-        self._shared: dict[Key, Curve | None] = {}
+        self._shared: dict[PatternKey, Curve | None] = {}
 
     def seconds(self, src: Layout, dst: Layout, itemsize: int) -> float:
         if self.free:
@@ -78,7 +78,7 @@ def _pattern(layout: Layout, ranks: int) -> Pattern | None:
     """None for layouts that are padded or empty. Dims of size 1 do not count."""
     if layout.is_padded or 0 in layout.shape:
         return None
-    dims: list[Parts] = []
+    dims: list[DimPattern] = []
     for dim, size in zip(layout.dims, layout.shape, strict=True):
         axes = tuple(axis for _, axis in dim if axis is not None)
         major = all(axis is not None for _, axis in dim[: len(axes)])
@@ -87,7 +87,7 @@ def _pattern(layout: Layout, ranks: int) -> Pattern | None:
     return tuple(dims), layout.pending
 
 
-def _key(a: Pattern, b: Pattern) -> Key:
+def _key(a: Pattern, b: Pattern) -> PatternKey:
     """What matters of two patterns: dims in no order; those that no axis touches are only room."""
     plain: list[Major] = []
     odd: list[Odd] = []
@@ -107,7 +107,7 @@ def _key(a: Pattern, b: Pattern) -> Key:
     return tuple(plain), tuple(odd), () if roomy else tuple(sorted(tight)), roomy, a[1], b[1]
 
 
-def _stand_in(key: Key, mesh: Mesh) -> tuple[Layout, Layout]:
+def _stand_in(key: PatternKey, mesh: Mesh) -> tuple[Layout, Layout]:
     plain, odd, tight, roomy, before, after = key
     room = mesh.size**2
     shape = (
@@ -118,7 +118,7 @@ def _stand_in(key: Key, mesh: Mesh) -> tuple[Layout, Layout]:
     )
     more = tuple(((n, None),) for n in shape[len(plain) + len(odd) :])
 
-    def layout(side: int, pending: Pending) -> Layout:
+    def layout(side: int, pending: PendingAxes) -> Layout:
         ones = [_major(n, (x, y)[side], mesh) for n, (x, y, _) in zip(shape, plain)]
         others = [(x, y)[side] for x, y, _ in odd]
         return make_layout((*ones, *others, *more), shape, pending)
@@ -126,6 +126,6 @@ def _stand_in(key: Key, mesh: Mesh) -> tuple[Layout, Layout]:
     return layout(0, before), layout(1, after)
 
 
-def _major(size: int, axes: Axes, mesh: Mesh) -> Dim:
+def _major(size: int, axes: AxisGroup, mesh: Mesh) -> Dim:
     sizes = [mesh.axis_size(a) for a in axes]
     return (*zip(sizes, axes, strict=True), (size // prod(sizes), None))

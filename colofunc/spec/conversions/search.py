@@ -31,7 +31,7 @@ import attrs
 
 from colofunc.mesh import KINDS, Mesh
 from colofunc.mesh.cost import rotation
-from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, PuzzlePiece, Step, moves_from
+from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, PuzzleMove, PuzzlePiece, moves_from
 from colofunc.spec.conversions.refine import COPY, Locations
 
 # Each time that so many moves were tried, what is left counts twice as much; three moving axes never need as many.
@@ -49,7 +49,7 @@ MOST_SEARCHED_BESIDE_KNOWN = 6
 # Of sums of seconds: ways that are closer cost the same.
 ROUNDING = 1e-9
 
-Cost = tuple[float, float, int]
+RouteCost = tuple[float, float, int]
 
 
 @attrs.frozen(eq=False)
@@ -114,12 +114,12 @@ class Question:
 
 
 @lru_cache(maxsize=1 << 16)
-def answer(question: Question) -> tuple[Step, ...]:
+def answer(question: Question) -> tuple[PuzzleMove, ...]:
     """The cheapest steps from start to goal that are found."""
     return _all_reduced(question, _found(question))
 
 
-def _all_reduced(question: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _all_reduced(question: Question, steps: tuple[PuzzleMove, ...]) -> tuple[PuzzleMove, ...]:
     """The same with an all-reduce in place of a gather of what a reduce-scatter has just split, where that costs no
     more.
 
@@ -127,7 +127,7 @@ def _all_reduced(question: Question, steps: tuple[Step, ...]) -> tuple[Step, ...
     where its operand was made (`passes.coalesce`), beside the rest of backward; a gather would be left for the reader,
     with nothing to hide behind.
     """
-    done: list[Step] = []
+    done: list[PuzzleMove] = []
     start = tuple(piece.start for piece in question.pieces)
     for step in steps:
         if done and _gathers_what_was_scattered(done[-1], step):
@@ -142,16 +142,16 @@ def _all_reduced(question: Question, steps: tuple[Step, ...]) -> tuple[Step, ...
     return tuple(done)
 
 
-def _gathers_what_was_scattered(earlier: Step, later: Step) -> bool:
+def _gathers_what_was_scattered(earlier: PuzzleMove, later: PuzzleMove) -> bool:
     """Whether a gather undoes some of the splitting that the reduce-scatter before it did."""
     return later[0] == "all_gather" and earlier[0] == "reduce_scatter" and set(later[1]) <= set(earlier[1])
 
 
-def _one_all_reduce(before: Locations, scatter: Step, gather: Step) -> tuple[Step, ...]:
+def _one_all_reduce(before: Locations, scatter: PuzzleMove, gather: PuzzleMove) -> tuple[PuzzleMove, ...]:
     """Steps for the two: an all-reduce of what both move, after a reduce-scatter of the rest."""
     _, scattered, _ = scatter
     _, gathered, after = gather
-    all_reduce: Step = ("all_reduce", gathered, after)
+    all_reduce: PuzzleMove = ("all_reduce", gathered, after)
     rest = tuple(piece for piece in scattered if piece not in gathered)
     if not rest:
         return (all_reduce,)
@@ -161,7 +161,7 @@ def _one_all_reduce(before: Locations, scatter: Step, gather: Step) -> tuple[Ste
     return ("reduce_scatter", rest, tuple(between)), all_reduce
 
 
-def _found(question: Question) -> tuple[Step, ...]:
+def _found(question: Question) -> tuple[PuzzleMove, ...]:
     start = tuple(piece.start for piece in question.pieces)
     goal = tuple(piece.goal for piece in question.pieces)
     if len(question.pieces) <= MOST_SEARCHED_WHOLE:
@@ -174,7 +174,7 @@ def _found(question: Question) -> tuple[Step, ...]:
     return _search(question, start, goal, best)
 
 
-def _permuting_first(question: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+def _permuting_first(question: Question, start: Locations, goal: Locations) -> tuple[PuzzleMove, ...] | None:
     """One permutation, then what is left: Note [Trading places]. None where nothing is to be permuted."""
     permuted = _staying(tuple(piece.size for piece in question.pieces), goal, start)
     if permuted == start:
@@ -182,7 +182,7 @@ def _permuting_first(question: Question, start: Locations, goal: Locations) -> t
     return _permute(start, permuted), *_search(question, permuted, goal)
 
 
-def _permuting_last(question: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+def _permuting_last(question: Question, start: Locations, goal: Locations) -> tuple[PuzzleMove, ...] | None:
     """All that no permutation does, then one. None where nothing is to be permuted."""
     permuted = _staying(tuple(piece.size for piece in question.pieces), start, goal)
     if permuted == goal:
@@ -230,14 +230,14 @@ def _staying(sizes: tuple[int, ...], here: Locations, there: Locations) -> Locat
     return tuple(locations)
 
 
-def _permute(here: Locations, there: Locations) -> Step:
+def _permute(here: Locations, there: Locations) -> PuzzleMove:
     movers = tuple(piece for piece, location in enumerate(here) if location != there[piece])
     return "permute", movers, there
 
 
 def _search(
-    question: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None
-) -> tuple[Step, ...]:
+    question: Question, start: Locations, goal: Locations, known: tuple[PuzzleMove, ...] | None = None
+) -> tuple[PuzzleMove, ...]:
     """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon.
     """
     limit = None if known is None else _cost(question, start, known)
@@ -246,7 +246,7 @@ def _search(
     whole = float(question.nbytes * prod(piece.size for piece in question.pieces if piece.start >= 0))
     bound = _bound(question, sizes, goal, whole)
     terms = _terms(question)
-    best: dict[Locations, Cost] = {start: (0.0, 0.0, 0)}
+    best: dict[Locations, RouteCost] = {start: (0.0, 0.0, 0)}
     came: dict[Locations, tuple[Locations, str, tuple[int, ...]]] = {}
     queue = [(bound(start), 0, start)]
     done: set[Locations] = set()
@@ -288,7 +288,7 @@ def _search(
     return known
 
 
-def _cost(question: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
+def _cost(question: Question, start: Locations, steps: tuple[PuzzleMove, ...]) -> RouteCost:
     """What a way costs, in the units of the search."""
     terms = _terms(question)
     before = start
@@ -311,8 +311,8 @@ def _haste(tried: int, way_known: bool) -> float:
 
 def _trace_back(
     start: Locations, goal: Locations, came: dict[Locations, tuple[Locations, str, tuple[int, ...]]]
-) -> tuple[Step, ...]:
-    steps: list[Step] = []
+) -> tuple[PuzzleMove, ...]:
+    steps: list[PuzzleMove] = []
     state = goal
     while state != start:
         before, kind, who = came[state]

@@ -42,9 +42,8 @@ from colofunc.spec.rules import (
     views,
     wire,
 )
+from colofunc.spec.rules.build import StrategyFn
 from colofunc.spec.rules.pattern import RuleFn
-
-StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 
 # One module per family; an operator stands in one family only.
 FAMILIES: tuple[ModuleType, ...] = (

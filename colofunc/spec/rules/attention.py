@@ -18,7 +18,7 @@ from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.rules.attention_call import AttentionCall
-from colofunc.spec.rules.build import Local, Texts, at, bind
+from colofunc.spec.rules.build import LocalFn, Texts, at, bind
 from colofunc.spec.rules.pattern import RuleFn
 
 
@@ -33,7 +33,7 @@ def _offsets(a: AttentionCall) -> Texts:
     return texts | {a.operand(name): f"b [n] {dim}" for name, dim in (("code", "[t]"), ("least", "s"), ("most", "s"))}
 
 
-def _code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+def _code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> LocalFn | None:
     a = AttentionCall(call)
     at = a.operand("q")
     assert at is not None

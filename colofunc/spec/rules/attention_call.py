@@ -25,12 +25,12 @@ from colofunc.mesh import Mesh
 from colofunc.ops.targets import overload
 from colofunc.spec.layout import Dim, Layout
 from colofunc.spec.rule import Call, Ref, Strategy
-from colofunc.spec.rules.local import Start, place_of, positions, rerun
+from colofunc.spec.rules.local import FirstPosition, place_of, positions, rerun
 
 __all__ = ["AttentionCall"]
 
-Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
-Own = Mapping[str, str]
+NamedOperands = dict[str, torch.Tensor]  # operands by name, as a rank has them
+OwnAxes = Mapping[str, str]
 _ROWS = ("q", "grad_out", "out", "lse", "grad_lse")  # operands with the factor s
 
 
@@ -111,24 +111,24 @@ class AttentionCall:
         shape = self.shape("bias")
         return shape is not None and len(shape) >= -dim and shape[dim] > 1
 
-    def own(self, rows: Own, columns: Own) -> tuple[list[Own], list[Own]]:
+    def own(self, rows: OwnAxes, columns: OwnAxes) -> tuple[list[OwnAxes], list[OwnAxes]]:
         """Per operand and per result, where the axes lie that split rows and columns (for `cf.ext.ways`)."""
         named = {**dict.fromkeys(_ROWS, rows), "k": columns, "v": columns}
         for name in ("least", "most", *(["q_offset"] if self.shape("q_offset") else [])):
             named[name] = rows
         bias = rows if self.bias_has(-2) else {}
         at = {self.operand(name): own for name, own in {**named, "bias": bias}.items()}
-        ins: list[Own] = [at.get(k, {}) for k in range(len(self.call.ins))]
+        ins: list[OwnAxes] = [at.get(k, {}) for k in range(len(self.call.ins))]
         return ins, [rows, columns, columns, bias if self.needs_dbias else {}] if self.backward else [rows, rows]
 
     # ---- local code ----
 
-    def parts(self, shards: Sequence[torch.Tensor]) -> Parts:
+    def parts(self, shards: Sequence[torch.Tensor]) -> NamedOperands:
         """A rank's tensors by name."""
         names = _arguments(self.call.target)
         return {name: shards[k] for name in names if (k := self.operand(name)) is not None}
 
-    def run(self, parts: Parts, options: Mapping[str, Any]) -> Any:
+    def run(self, parts: NamedOperands, options: Mapping[str, Any]) -> Any:
         """The operator itself on a rank's tensors, with some options replaced (by name)."""
         names = _arguments(self.call.target)
         mine = {self.operand(name): part for name, part in parts.items()}
@@ -139,7 +139,7 @@ class AttentionCall:
         self,
         dims: Sequence[Dim],
         mesh: Mesh,
-        x: Parts,
+        x: NamedOperands,
         columns: Dim | None = None,
         at: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class AttentionCall:
         return {"sizes": [*sizes, *more], "strides": [*strides, *steps], "offset": _from(None, offset + start)}
 
 
-def _from(given: torch.Tensor | None, start: Start) -> torch.Tensor:
+def _from(given: torch.Tensor | None, start: FirstPosition) -> torch.Tensor:
     if given is not None:
         return given + start
     return start if isinstance(start, torch.Tensor) else torch.full((), start)

@@ -18,13 +18,12 @@ from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
 from colofunc.ops.pattern_words import words
 from colofunc.spec.layout import Layout
-from colofunc.spec.rule import Call, Operand, Ref, Rule, Strategy, TensorType
-from colofunc.spec.rules.pattern import Args, RuleFn
+from colofunc.spec.rule import Call, Localize, Operand, Ref, Rule, Strategy, TensorType
+from colofunc.spec.rules.pattern import RuleFn
 from colofunc.spec.strategies import place
 
-Local = Callable[..., Any]
-Localize = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Args]
-Code = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Local | None]
+LocalFn = Callable[..., Any]
+LocalCode = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], LocalFn | None]
 StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 
 Texts = dict[int | None, str]  # operand number -> its pattern; None is an operand that is absent
@@ -77,7 +76,7 @@ def bind(
     addends: Sequence[int | None] = (),
     copied: Sequence[tuple[int, str]] = (),
     localize: Localize | None = None,
-    local: Code | None = None,
+    local: LocalCode | None = None,
     flops: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Rule:

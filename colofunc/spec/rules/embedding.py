@@ -19,7 +19,7 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.ops.bags import backward_of_some, embedding_bag_factors_backward, first_bags
 from colofunc.spec.rule import Call, Rule, Strategy
-from colofunc.spec.rules.build import Local, StrategyFn, Texts, at, bind, names
+from colofunc.spec.rules.build import LocalFn, StrategyFn, Texts, at, bind, names
 from colofunc.spec.rules.local import clear, first_of, inside, no_traffic
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn
@@ -31,7 +31,7 @@ def embedding(call: Call) -> Rule:
 
 
 def _split_lookup(call: Call, mesh: Mesh) -> Iterator[Strategy]:
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         rows, size = split.ins[0].dims[0], call.ins[0].shape[0]
 
         def lookup(weight: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _split_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         return
     padding_idx = call.arg(3, "padding_idx", -1)
 
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         out = split.outs[0]
         rows, mine_rows = (out.local_shape[0], out.dims[0]) if out is not None else (0, ())
 
@@ -145,7 +145,7 @@ def _split_bags(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         return
     padding, size = int(call.arg(3, "padding")), call.ins[0].shape[0]
 
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         rows = split.ins[0].dims[0]
 
         def local(weight: torch.Tensor, index: torch.Tensor, *factors: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _split_bags_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         return
     padding = int(call.arg(4, "padding"))
 
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         out = split.outs[0]
         assert out is not None, "the gradient of a table has a layout"
         rows, mine_rows = out.local_shape[0], out.dims[0]
@@ -186,7 +186,7 @@ def _split_bags_factors(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         return
     padding = int(call.arg(3, "padding"))
 
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         rows = split.ins[1].dims[0]
 
         def local(grad: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:

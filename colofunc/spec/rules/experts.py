@@ -31,7 +31,7 @@ from colofunc.ops.experts import expert_position as position_op
 from colofunc.ops.experts_parts import EXPERTS, EXPERTS_BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS
 from colofunc.spec.layout import Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
-from colofunc.spec.rules.build import Code, Local, StrategyFn, Texts, at, bind, names
+from colofunc.spec.rules.build import LocalCode, LocalFn, StrategyFn, Texts, at, bind, names
 from colofunc.spec.rules.local import rerun, strides
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
@@ -143,8 +143,8 @@ def _share(call: Call, x: int) -> float:
     return float(call.arg(_share_at(call, x), "share", 1.0))
 
 
-def _code(x: int, db: int | None) -> Code:
-    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+def _code(x: int, db: int | None) -> LocalCode:
+    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> LocalFn | None:
         mine = ins[x + 3].dims[0]
         expert_axes = axes_of(mine)
         shifted = bool(expert_axes)
@@ -198,7 +198,7 @@ def _split_queues(call: Call, mesh: Mesh) -> Iterator[Strategy]:
     if len(call.ins[0].shape) != 2:
         return
 
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         def local(index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
             chosen = (index.reshape(-1, 1) == torch.arange(count)).sum(0)  # (e,)
             others = all_gather(chosen, split.axes, mesh)  # (ranks, e)

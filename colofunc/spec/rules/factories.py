@@ -18,7 +18,7 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Operand, Rule
-from colofunc.spec.rules.build import Local
+from colofunc.spec.rules.build import LocalFn
 from colofunc.spec.rules.local import positions
 from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, with_arg
 
@@ -93,7 +93,7 @@ def arange(call: Call) -> Rule | None:
     ):
         return rule
 
-    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> LocalFn | None:
         atoms = outs[0].dims[0] if outs[0] is not None else ()
         if all(axis is None for _, axis in atoms):
             return None

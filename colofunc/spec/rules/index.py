@@ -18,7 +18,7 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.spec.rule import Call, Ref, Rule, Strategy
-from colofunc.spec.rules.build import Local, StrategyFn, Texts, at, bind, names, numbered
+from colofunc.spec.rules.build import LocalFn, StrategyFn, Texts, at, bind, names, numbered
 from colofunc.spec.rules.local import clear, first_of, inside, no_traffic
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, wrap
@@ -312,7 +312,7 @@ def _split_read(op: str, rule_of: RuleFn) -> StrategyFn:
         dim = wrap(call.arg(1, "dim"), len(call.ins[0].shape))
         run = getattr(torch.ops.aten, op).default
 
-        def code(call: Call, split: Split) -> Local:
+        def code(call: Call, split: Split) -> LocalFn:
             rows, size = split.ins[0].dims[dim], call.ins[0].shape[dim]
 
             def read(x: torch.Tensor, where: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -345,7 +345,7 @@ def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
         run = getattr(torch.ops.aten, op).default
         alpha = dict(call.kwargs).get("alpha", 1)
 
-        def code(call: Call, split: Split) -> Local:
+        def code(call: Call, split: Split) -> LocalFn:
             rows, size = split.ins[0].dims[dim], call.ins[0].shape[dim]
 
             def add(x: torch.Tensor, where: torch.Tensor, source: torch.Tensor, mesh: Mesh) -> torch.Tensor:

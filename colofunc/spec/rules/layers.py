@@ -14,7 +14,7 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import Local, Texts, bind
+from colofunc.spec.rules.build import LocalFn, Texts, bind
 from colofunc.spec.rules.local import rerun
 from colofunc.spec.rules.pattern import RuleFn, wrap
 
@@ -27,7 +27,7 @@ def _norm_texts(call: Call, index: int) -> tuple[str, str]:
     return v, " ".join("c" if d == dim else "1" for d in range(rank))
 
 
-def _dense(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+def _dense(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> LocalFn | None:
     """torch's CPU kernels read v as if its memory were dense, which a striped part need not be."""
     if not ins[0].axes:
         return None

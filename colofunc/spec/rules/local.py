@@ -30,7 +30,7 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import (
-    Axes,
+    AxisNames,
     all_gather,
     all_to_all,
     axis_index,
@@ -107,12 +107,12 @@ def _filled(tree: Any, shards: Sequence[torch.Tensor]) -> Any:
     return tree
 
 
-Start = torch.Tensor | int  # of this rank's part: a number where all ranks agree
+FirstPosition = torch.Tensor | int  # of this rank's part: a number where all ranks agree
 
 
 def place_of(
     dims: Sequence[tuple[Atom, ...]], shape: Sequence[int], mesh: Mesh, at: Mapping[str, torch.Tensor] | None = None
-) -> tuple[list[int], list[int], Start]:
+) -> tuple[list[int], list[int], FirstPosition]:
     """(sizes, strides, offset): where a part with these atoms lies in the row-major order of the global `shape`."""
     at = at or {}
     sizes: list[int] = []
@@ -148,7 +148,7 @@ def positions(atoms: tuple[Atom, ...], mesh: Mesh, at: Mapping[str, torch.Tensor
 # ---- collectives along a dim ----
 
 
-def gathered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool = False) -> torch.Tensor:
+def gathered(x: torch.Tensor, dim: int, axes: AxisNames, mesh: Mesh, striped: bool = False) -> torch.Tensor:
     """(.., m, ..) -> (.., n m, ..): all members' parts of `dim`."""
     every = all_gather(x.contiguous(), axes, mesh)
     if dim == 0 and not striped:
@@ -156,7 +156,7 @@ def gathered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool = 
     return rearrange(every, f"n {_dims(x)} -> {_dims(x, dim, striped)}")
 
 
-def scattered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool = False) -> torch.Tensor:
+def scattered(x: torch.Tensor, dim: int, axes: AxisNames, mesh: Mesh, striped: bool = False) -> torch.Tensor:
     """(.., n m, ..) -> (.., m, ..): of the sum of all members' x the own part of `dim`."""
     n = _ranks(axes, mesh)
     if dim == 0 and not striped:
@@ -164,7 +164,7 @@ def scattered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool =
     return reduce_scatter(rearrange(x, f"{_dims(x, dim, striped)} -> n {_dims(x)}", n=n), axes, mesh)
 
 
-def exchanged(x: torch.Tensor, split: int, join: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
+def exchanged(x: torch.Tensor, split: int, join: int, axes: AxisNames, mesh: Mesh) -> torch.Tensor:
     """(.., n p, .., m, ..) -> (.., p, .., n m, ..): block i of dim `split` goes to member i, what comes stands along
     `join`.
     """
@@ -173,12 +173,12 @@ def exchanged(x: torch.Tensor, split: int, join: int, axes: Axes, mesh: Mesh) ->
     return rearrange(came, f"n {_dims(x)} -> {_dims(x, join)}")
 
 
-def part(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
+def part(x: torch.Tensor, dim: int, axes: AxisNames, mesh: Mesh) -> torch.Tensor:
     """(.., n m, ..) -> (.., m, ..): the own block of what all members have; nothing moves."""
     return take_shard(rearrange(x, f"{_dims(x, dim)} -> n {_dims(x)}", n=_ranks(axes, mesh)), axes, mesh)
 
 
-def among_zeros(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
+def among_zeros(x: torch.Tensor, dim: int, axes: AxisNames, mesh: Mesh) -> torch.Tensor:
     """(.., m, ..) -> (.., n m, ..): the own block in its place, a term of a pending sum; nothing moves."""
     mine = (torch.arange(_ranks(axes, mesh)) == axis_index(axes, mesh)).to(x.dtype)
     return rearrange(mine.reshape(-1, *[1] * x.dim()) * x, f"n {_dims(x)} -> {_dims(x, dim)}")
@@ -196,7 +196,9 @@ def passing(x: torch.Tensor, count: int, axis: str, mesh: Mesh) -> Iterator[torc
         yield here
 
 
-def streamed(x: torch.Tensor, count: int, axes: Axes, mesh: Mesh, blocks: int | None = None) -> Iterator[torch.Tensor]:
+def streamed(
+    x: torch.Tensor, count: int, axes: AxisNames, mesh: Mesh, blocks: int | None = None
+) -> Iterator[torch.Tensor]:
     """All members' x, (n m, ..), in `count` panels (n m / count, ..), each of which is on its way while the one before
     it is in use.
 
@@ -211,7 +213,7 @@ def streamed(x: torch.Tensor, count: int, axes: Axes, mesh: Mesh, blocks: int | 
         yield here
 
 
-def collected(panels: Iterable[torch.Tensor], axes: Axes, mesh: Mesh, blocks: int | None = None) -> torch.Tensor:
+def collected(panels: Iterable[torch.Tensor], axes: AxisNames, mesh: Mesh, blocks: int | None = None) -> torch.Tensor:
     """The way back from `streamed`, for terms: of the sum of all members' panels (n m / count, ..) the own slices, (m,
     ..).
     """
@@ -219,11 +221,11 @@ def collected(panels: Iterable[torch.Tensor], axes: Axes, mesh: Mesh, blocks: in
     return torch.stack([reduce_scatter(panel.unflatten(0, cut), axes, mesh) for panel in panels], 1).flatten(0, 2)
 
 
-def _blocks_each(blocks: int | None, axes: Axes, mesh: Mesh) -> int:
+def _blocks_each(blocks: int | None, axes: AxisNames, mesh: Mesh) -> int:
     return 1 if blocks is None else blocks // _ranks(axes, mesh)
 
 
-def _ranks(axes: Axes, mesh: Mesh) -> int:
+def _ranks(axes: AxisNames, mesh: Mesh) -> int:
     return prod(mesh.part_size(atom) for atom in mesh.atoms(axes))
 
 

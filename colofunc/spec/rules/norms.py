@@ -24,7 +24,8 @@ from colofunc.ops.collectives import all_reduce
 from colofunc.ops.kernels import wide
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule, Strategy, TensorType
-from colofunc.spec.rules.opened import Local, Split, opened
+from colofunc.spec.rules.build import LocalFn
+from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, factors, with_arg
 from colofunc.spec.rules.reduce import reduced_dims, vector_norm
 
@@ -119,7 +120,7 @@ def _local_shape(at: int) -> Callable[..., Args]:
     return localize
 
 
-def _layer_forward(call: Call, split: Split) -> Local:
+def _layer_forward(call: Call, split: Split) -> LocalFn:
     is_layer = "layer" in call.target
     x_at, w_at = call.args[0], call.args[2]
     b_at = call.args[3] if is_layer else None
@@ -152,7 +153,7 @@ def _layer_forward(call: Call, split: Split) -> Local:
     return local
 
 
-def _layer_backward(call: Call, split: Split) -> Local:
+def _layer_backward(call: Call, split: Split) -> LocalFn:
     is_layer = "layer" in call.target
     args = call.args
     mean_at, rstd_at, w_at = (args[3], args[4], args[5]) if is_layer else (None, args[3], args[4])
@@ -191,7 +192,7 @@ def _stat_bytes(call: Call, split: Split) -> float:
     return 2.0 * groups * wide(call.ins[0].dtype).itemsize
 
 
-def _open_layer(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, mesh: Mesh) -> Iterator[Strategy]:
+def _open_layer(rule: RuleFn, code: Callable[[Call, Split], LocalFn], call: Call, mesh: Mesh) -> Iterator[Strategy]:
     found = rule(call)
     if found is None:
         return iter(())
@@ -315,7 +316,7 @@ def _shaped(vector: T, ndim: int) -> T:
     return vector.reshape(-1, *(1,) * (ndim - 2))
 
 
-def _batch_forward(call: Call, split: Split) -> Local:
+def _batch_forward(call: Call, split: Split) -> LocalFn:
     no_stats = call.target.endswith("no_stats")
     a, axes = call.args, split.axes
     momentum, eps = a[4 if no_stats else 6], a[5 if no_stats else 7]
@@ -347,7 +348,7 @@ def _batch_forward(call: Call, split: Split) -> Local:
     return local
 
 
-def _batch_backward(call: Call, split: Split) -> Local:
+def _batch_backward(call: Call, split: Split) -> LocalFn:
     a, axes, types = call.args, split.axes, call.outs
     shape = call.ins[a[1].id].shape
     count = prod(shape) // shape[1]
@@ -377,7 +378,7 @@ def _channel_bytes(call: Call, split: Split) -> float:
     return 2.0 * x.local_shape[1] * wide(call.ins[0].dtype).itemsize
 
 
-def _open_batch(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, mesh: Mesh) -> Iterator[Strategy]:
+def _open_batch(rule: RuleFn, code: Callable[[Call, Split], LocalFn], call: Call, mesh: Mesh) -> Iterator[Strategy]:
     found = rule(call)
     if found is None or not _is_training(call) or _has_side_effect(call):
         return iter(())
@@ -392,7 +393,7 @@ def _has_side_effect(call: Call) -> bool:
 # --- vector norm
 
 
-def _norm_code(call: Call, split: Split) -> Local:
+def _norm_code(call: Call, split: Split) -> LocalFn:
     order = float(call.arg(1, "ord", 2))
     dims = list(reduced_dims(call.arg(2, "dim"), len(call.ins[0].shape)))
     keepdim, axes, out = bool(call.arg(3, "keepdim", False)), split.axes, call.outs[0]

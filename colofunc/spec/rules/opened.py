@@ -9,7 +9,6 @@ result that lacks an opened factor is complete on every rank (the local code red
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import attrs
 import torch
@@ -18,9 +17,8 @@ from colofunc.mesh import Mesh
 from colofunc.ops.kernels import wide
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.rules.build import LocalFn
 from colofunc.spec.strategies import build, placements
-
-Local = Callable[..., Any]
 
 
 @attrs.frozen
@@ -32,7 +30,7 @@ class Split:
     outs: tuple[Layout | None, ...]
 
 
-Code = Callable[[Call, Split], Local]
+OpenedCode = Callable[[Call, Split], LocalFn]
 Traffic = Callable[[Call, Split], float]  # bytes that are all-reduced over the opened axes
 
 
@@ -41,7 +39,7 @@ def opened(
     mesh: Mesh,
     rule: Rule | None,
     factors: Collection[str],
-    code: Code,
+    code: OpenedCode,
     traffic: Traffic,
     calls: int = 1,
     how: str | None = None,

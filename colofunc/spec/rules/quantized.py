@@ -29,8 +29,8 @@ from colofunc.ops.collectives import all_reduce
 from colofunc.ops.quantized import FORMATS, Format
 from colofunc.ops.quantized_inputs import largest_below, rounded
 from colofunc.spec.rule import Call, Rule, Strategy
-from colofunc.spec.rules.build import Texts, at, bind, names
-from colofunc.spec.rules.opened import Local, Split, nbytes_without, opened
+from colofunc.spec.rules.build import LocalFn, Texts, at, bind, names
+from colofunc.spec.rules.opened import Split, nbytes_without, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern, with_flops
 from colofunc.spec.rules.reduce import reduced
 
@@ -140,7 +140,7 @@ def _widen_saved(call: Call) -> Rule | None:
 _rows = pattern("b* [i] -> b* [i]")
 
 
-def _rows_over_ranks(call: Call, split: Split) -> Local:
+def _rows_over_ranks(call: Call, split: Split) -> LocalFn:
     axes, threshold = split.axes, call.arg(1, "threshold")
 
     def local(x: torch.Tensor, *, mesh: Mesh) -> torch.Tensor:

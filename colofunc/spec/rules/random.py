@@ -16,15 +16,15 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import Code, Local, at, bind, names
+from colofunc.spec.rules.build import LocalCode, LocalFn, at, bind, names
 from colofunc.spec.rules.local import place_of, rerun
 from colofunc.spec.rules.pattern import RuleFn
 
 
-def knowing_its_place(first: int, shape_at: int | None = None) -> Code:
+def knowing_its_place(first: int, shape_at: int | None = None) -> LocalCode:
     """Local code of an operator with `sizes, strides, offset` from `first` on, which lie as its first result does."""
 
-    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
+    def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> LocalFn | None:
         out = outs[0]
         if out is None or not out.axes:
             return None

@@ -18,10 +18,9 @@ import torch
 
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Factors, Rule
+from colofunc.spec.rules.build import LocalCode
 from colofunc.spec.rules.pattern import RuleFn, bind, dims_of, wrap
 from colofunc.spec.rules.pointwise import keeps_sums
-
-Local = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable[..., Any] | None]
 
 
 def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -63,7 +62,12 @@ def _all_dims(call: Call, how: str | None, **more: Any) -> Rule:
 
 
 def _over(
-    dim_at: int, keepdim_at: int, how: str | None, linear: bool = False, local: Local | None = None, default: Any = None
+    dim_at: int,
+    keepdim_at: int,
+    how: str | None,
+    linear: bool = False,
+    local: LocalCode | None = None,
+    default: Any = None,
 ) -> RuleFn:
     """A reduction with (dim, keepdim) arguments at these positions; overloads without them reduce everything."""
 

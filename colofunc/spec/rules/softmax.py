@@ -19,7 +19,8 @@ from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_reduce
 from colofunc.ops.kernels import wide
 from colofunc.spec.rule import Call, Operand, Rule, Strategy
-from colofunc.spec.rules.opened import Local, Split, nbytes_without, opened
+from colofunc.spec.rules.build import LocalFn
+from colofunc.spec.rules.opened import Split, nbytes_without, opened
 from colofunc.spec.rules.pattern import RuleFn, dims_of, wrap
 
 
@@ -43,7 +44,7 @@ def _rule(call: Call) -> Rule | None:
     return Rule((dims,) * len(call.ins), (dims,), sizes, whole=frozenset(dims[dim]), linear=linear)
 
 
-def _softmax(call: Call, split: Split) -> Local:
+def _softmax(call: Call, split: Split) -> LocalFn:
     dim, axes, out = _dim(call), split.axes, call.outs[0]
     safe = "_safe" in call.target
     assert out is not None and dim is not None
@@ -60,7 +61,7 @@ def _softmax(call: Call, split: Split) -> Local:
     return local
 
 
-def _log_softmax(call: Call, split: Split) -> Local:
+def _log_softmax(call: Call, split: Split) -> LocalFn:
     dim, axes, out = _dim(call), split.axes, call.outs[0]
     assert out is not None and dim is not None
 
@@ -73,7 +74,7 @@ def _log_softmax(call: Call, split: Split) -> Local:
     return local
 
 
-def _backward(call: Call, split: Split) -> Local:
+def _backward(call: Call, split: Split) -> LocalFn:
     dim, axes, out = _dim(call), split.axes, call.outs[0]
     is_log = "log" in call.target
     assert out is not None and dim is not None
@@ -89,7 +90,7 @@ def _backward(call: Call, split: Split) -> Local:
     return local
 
 
-def _open(code: Callable[[Call, Split], Local], calls: int, call: Call, mesh: Mesh) -> Iterator[Strategy]:
+def _open(code: Callable[[Call, Split], LocalFn], calls: int, call: Call, mesh: Mesh) -> Iterator[Strategy]:
     rule, dim = _rule(call), _dim(call)
     if rule is None or dim is None:
         return iter(())

@@ -16,7 +16,7 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_gather
 from colofunc.spec.rule import Call, Rule, Strategy
-from colofunc.spec.rules.build import Local, StrategyFn, along, bind
+from colofunc.spec.rules.build import LocalFn, StrategyFn, along, bind
 from colofunc.spec.rules.local import first_of
 from colofunc.spec.rules.opened import Split, nbytes_without, opened
 from colofunc.spec.rules.pattern import RuleFn, wrap
@@ -44,7 +44,7 @@ def _split_cumsum(call: Call, mesh: Mesh) -> Iterable[Strategy]:
     """Each rank scans its run and adds the totals of the runs before it."""
     dim = wrap(_dim(call, 1), len(call.ins[0].shape)) if call.ins[0].shape else 0
 
-    def code(call: Call, split: Split) -> Local:
+    def code(call: Call, split: Split) -> LocalFn:
         atoms, dtype = split.ins[0].dims[dim], call.arg(2, "dtype")
 
         def local(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
