@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from colofunc_plugins import zero
 from narrow_steps import BF16, F32, IDEAL, batch, by_autograd, by_backward, by_func, by_value_and_grad, net, training
 from torch import nn
 
@@ -42,6 +43,19 @@ def test_masters_are_cast_before_they_are_gathered_and_gradients_after_they_are_
     assert wires(wide)["reduce_scatter"] == {F32}
     assert narrow.cost().bytes["reduce_scatter", "dp"] * 2 == plain["reduce_scatter", "dp"]
     assert wires(narrow)["reduce_scatter"] == {BF16}
+
+
+BIASED = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.GELU())])
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_a_small_gradient_is_summed_in_the_same_dtype_as_the_large_ones(ranks) -> None:
+    """A cast that only the update reads can wait as well as its result: both could share the start of one collective."""
+    step_fn, state = training(BIASED)
+    data = {"x": cf.abstract((4096, 1024)), "y": cf.abstract((4096, 1024))}
+    step = cf.shard(step_fn, cf.Mesh(dp=ranks, topology="8xa100-80g"), zero(3, "dp"), in_specs=(None, "(dp b) ..."))
+    assert wires(cf.precision(step, cf.Policy(reduce="bf16")).lower(state, data))["reduce_scatter"] == {BF16}
+    assert wires(cf.precision(step, "bf16").lower(state, data))["reduce_scatter"] == {F32}
 
 
 def test_a_gradient_that_is_summed_wide_is_rounded_once() -> None:
