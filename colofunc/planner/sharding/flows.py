@@ -25,7 +25,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.targets import is_view
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Program
 from colofunc.program.passes.buckets import COPIES
 from colofunc.spec.layout import Layout, replicated
 from colofunc.spec.rule import Strategy
@@ -35,6 +35,7 @@ FlowStep = tuple[int, int, float]  # from layout, to layout, seconds
 ENLARGED = 1 << 24
 """What moving takes without starts is asked of tensors this many times as large, beside which starts are nothing."""
 STATE = ("param", "frozen", "state", "buffer")
+CAST = "aten._to_copy"
 
 
 @attrs.frozen
@@ -336,27 +337,24 @@ def flows_of(
 
 def _can_wait(program: Program) -> frozenset[int]:
     """Values whose collectives can join others: state that is there from the start, and what nobody but the update
-    reads, or casts and views whose results nobody but the update reads.
+    reads, or a cast whose result nobody but the update reads.
     """
     read_at_once = set[int]()
     for node in reversed(program.nodes):
-        waits = node.phase == "update" or (_moves(node) and read_at_once.isdisjoint(node.results))
+        is_cast = node.target.startswith(CAST)
+        waits = node.phase == "update" or (is_cast and read_at_once.isdisjoint(node.results))
         if not waits:
             read_at_once.update(node.refs)
     state = {id for id in program.inputs if program.values[id].role in STATE}
     return frozenset(id for id in program.values if id in state or id not in read_at_once)
 
 
-def _moves(node: Node) -> bool:
-    """Whether a node is a cast or a view of one value."""
-    return len(node.refs) == 1 and (is_view(node.target) or node.target.startswith("aten._to_copy"))
-
-
 def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
     """The values and what casts and views alone make of them: what is let go of with them, and made anew with them."""
     found = set(ids)
     for node in program.nodes:
-        if _moves(node) and node.refs[0] in found:
+        moved = is_view(node.target) or node.target.startswith(CAST)
+        if moved and len(node.refs) == 1 and node.refs[0] in found:
             found.update(node.results)
     return frozenset(found)
 
