@@ -87,7 +87,7 @@ class Completion:
     memory. `left_out`: names of passes. `placing`: where inputs, nodes and outputs are, if not everywhere.
     `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a pipeline's
     cuts. `keeps`: whether the program behind each pass is kept (`FinishedProgram.stages`). `small_buckets`: whether a
-    budget says how large buckets may be.
+    budget says how large buckets may be. `late_moves`: whether copies are looked for behind the searches alone.
     """
 
     program: Program
@@ -114,6 +114,7 @@ class Completion:
     cuts_of: CutsOf | None = None
     keeps: bool = False
     small_buckets: bool = True
+    late_moves: bool = False
     known: dict[int, tuple[Node, tuple[int, ...], tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
     kept: KeptPrograms = attrs.field(factory=KeptPrograms)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
@@ -139,7 +140,9 @@ class Completion:
         """
         if budget_bytes is None or not self.has_two_buckets:
             return small or self.finish(decided, budget_bytes)
-        large = attrs.evolve(self, small_buckets=False).finish(decided, budget_bytes)
+        large = attrs.evolve(self, small_buckets=False, late_moves=True).finish(decided, budget_bytes)
+        if self.moves and large.fits(budget_bytes):
+            large = self._with_moves(large, budget_bytes)
         if large.fits(budget_bytes) and large.more_s <= large.asked_s:
             return large
         small = small or self.finish(decided, budget_bytes)
@@ -255,11 +258,10 @@ class Completion:
 
     @property
     def has_two_buckets(self) -> bool:
-        """Whether a program is finished in buckets that a budget limits, and in others. Where copies are looked for that
-        takes too long.
+        """Whether a program is finished in buckets that a budget limits, and in others. Looking for copies at every
+        step of a search takes too long to be done twice: in the others it is done once, of what fits without any.
         """
-        is_quick = bool(self.searches) and not self.moves and len(self.program.nodes) <= TWICE_NODES
-        return is_quick and self.mesh.size > 1
+        return bool(self.searches) and len(self.program.nodes) <= TWICE_NODES and self.mesh.size > 1
 
     @property
     def follows_policies(self) -> bool:
@@ -334,7 +336,7 @@ class Completion:
         done, stages = packed.program, packed.stages
         if self.keeps and self.searches:
             stages = (PassOutput("searches", local, 0.0), *stages)
-        if not self.moves or not moves:
+        if not self.moves or not moves or self.late_moves:
             uncounted = budget_bytes is None and not self.searches
             peaks = {} if uncounted else packed.counted(self._peaks)
             return FinishedProgram(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
@@ -347,6 +349,27 @@ class Completion:
         peak_bytes = max(peaks.values())
         return FinishedProgram(
             moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages
+        )
+
+    def _with_moves(self, done: FinishedProgram, budget_bytes: int) -> FinishedProgram:
+        """What was finished without a look at copies, with those that the moves write: none, where they are free to."""
+        began = time.perf_counter()
+        moved = self._moved(self.before_moves(done.program, inf), budget_bytes)
+        self.check(moved.program)
+        stages = done.stages
+        if self.keeps:
+            stages = (*stages, PassOutput("moves", moved.program, time.perf_counter() - began))
+        peaks = self._peaks(moved.program)
+        return attrs.evolve(
+            done,
+            program=moved.program,
+            peak_bytes=max(peaks.values()),
+            more_s=done.more_s + moved.exposed_s,
+            words=(*done.words, *moved.words),
+            short=moved.short,
+            hint=moved.hint,
+            peaks=_by_place(peaks),
+            stages=stages,
         )
 
     def _has_room(self, moved: Program, program: Program) -> bool:
