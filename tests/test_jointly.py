@@ -13,7 +13,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from colofunc_plugins import zero
 from least_named import tried
+from narrow_steps import training
+from torch import nn
 
 import colofunc as cf
 from bench import jointly
@@ -251,3 +254,18 @@ def test_a_traced_step_is_planned_as_well_without_a_look_at_all_its_shardings(mo
     looked = planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget)
     monkeypatch.setattr(budget_search, "SMALL", 0)
     assert planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget) <= looked * 1.05 < INF
+
+
+@pytest.mark.parametrize("width, depth, rows", [(64, 4, 64), (32, 6, 32)])
+@pytest.mark.parametrize("share", [0.97, 0.9])
+def test_with_copies_a_step_is_no_slower_than_without_within_the_same_budget(width: int, depth: int, rows: int, share: float) -> None:
+    """A budget limits buckets of collectives, which cost these steps a start each, and need not where larger ones fit."""
+    net = nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(width, width), nn.GELU())])
+    step_fn, state = training(net)
+    data = {"x": cf.abstract((rows, width)), "y": cf.abstract((rows, width))}
+    sharded = cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp"))
+    budget = int(sharded.lower(state, data).memory().peak_bytes["device"] * share)
+    without = cf.checkpoint(sharded, budget=budget).lower(state, data)
+    both = cf.checkpoint(cf.offload(sharded, budget=budget), budget=budget).lower(state, data)
+    assert both.memory().peak_bytes["device"] <= budget
+    assert both.lanes().end_s <= without.lanes().end_s * (1 + 1e-9)
