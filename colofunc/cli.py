@@ -47,10 +47,10 @@ AxesOption = Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default:
 BudgetOption = Annotated[
     str, typer.Option(help="device memory of a rank, such as 40GiB or 0.5; default: what is left for tensors")
 ]
-Host = Annotated[
+HostOption = Annotated[
     str, typer.Option(help="host memory of a node, such as 512GiB or 0.5; default: that of the usual machine")
 ]
-Disk = Annotated[
+DiskOption = Annotated[
     str, typer.Option(help="a disk of a node: 2TB, 2TB,7GB/s,5GB/s (read, write) or a directory; default: none")
 ]
 WithinOption = Annotated[str, typer.Option(help="what may be done to meet the budget")]
@@ -67,7 +67,7 @@ TraceOption = Annotated[str, typer.Option(help="write a Chrome trace to this .js
 SaveOption = Annotated[str, typer.Option(help="write the plan to this .json file, for step.with_plan")]
 RowsOption = Annotated[int, typer.Option(min=0, help="how many of the dearest decisions to show")]
 VersionOption = Annotated[bool, typer.Option("--version", help="the versions of colofunc, torch and Python")]
-KindsOption = Annotated[
+KindsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[cpu] [cuda]", help="kinds of devices, of none given the CPU")
 ]
 FolderOption = Annotated[
@@ -94,8 +94,8 @@ def plan(
     topology: MachineOption = "",
     mesh: AxesOption = "",
     budget: BudgetOption = "",
-    host: Host = "",
-    disk: Disk = "",
+    host: HostOption = "",
+    disk: DiskOption = "",
     within: WithinOption = "checkpoint,offload",
     pp: PipelineOption = 0,
     schedule: ScheduleOption = "",
@@ -143,7 +143,7 @@ def devices() -> None:
 
 
 @app.command()
-def native(kinds: KindsOption = None, into: FolderOption = None) -> None:
+def native(kinds: KindsArgument = None, into: FolderOption = None) -> None:
     """Compile kernels into the cache folder, as the first use of one would: for images and clusters."""
     try:
         for kind in kinds or ["cpu"]:

@@ -142,7 +142,7 @@ class Completion:
             return small or self.finish(decided, budget_bytes)
         large = attrs.evolve(self, small_buckets=False, late_moves=True).finish(decided, budget_bytes)
         if self.moves and large.fits(budget_bytes):
-            large = self._with_moves(large, budget_bytes)
+            large = self._with_moves(large, budget_bytes, inf)
         if large.fits(budget_bytes) and large.more_s <= large.asked_s:
             return large
         small = small or self.finish(decided, budget_bytes)
@@ -340,21 +340,12 @@ class Completion:
             uncounted = budget_bytes is None and not self.searches
             peaks = {} if uncounted else packed.counted(self._peaks)
             return FinishedProgram(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
-        began = time.perf_counter()
-        moved = self._moved(self.before_moves(done, piece), budget_bytes)
-        self.check(moved.program)
-        if self.keeps:
-            stages = (*stages, PassOutput("moves", moved.program, time.perf_counter() - began))
-        peaks = self._peaks(moved.program)
-        peak_bytes = max(peaks.values())
-        return FinishedProgram(
-            moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages
-        )
+        return self._with_moves(FinishedProgram(done, 0, 0.0, stages=stages), budget_bytes, piece)
 
-    def _with_moves(self, done: FinishedProgram, budget_bytes: int) -> FinishedProgram:
+    def _with_moves(self, done: FinishedProgram, budget_bytes: int | None, piece: float) -> FinishedProgram:
         """What was finished without a look at copies, with those that the moves write: none, where they are free to."""
         began = time.perf_counter()
-        moved = self._moved(self.before_moves(done.program, inf), budget_bytes)
+        moved = self._moved(self.before_moves(done.program, piece), budget_bytes)
         self.check(moved.program)
         stages = done.stages
         if self.keeps:
